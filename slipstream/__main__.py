@@ -1,0 +1,7 @@
+"""`python -m slipstream`."""
+
+import sys
+
+from slipstream.cli import main
+
+sys.exit(main())

@@ -1,0 +1,1 @@
+"""Attention: the context protocol that models call, and its torch implementations."""

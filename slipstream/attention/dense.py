@@ -1,0 +1,27 @@
+"""Cache-free causal attention over one packed sequence: the reference for models and tests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class DenseCausal:
+    """Every row attends to the rows of this pass with position <= its own. No cache, one sequence.
+
+    Source: Vaswani et al. 2017, eq. 1, with grouped query heads (Ainslie et al. 2023).
+    """
+
+    def __init__(self, positions_R: Tensor) -> None:
+        self.hidden_RR = positions_R[None, :] > positions_R[:, None]
+
+    def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
+        del layer
+        rows, heads, dim = q_RND.shape
+        kv_heads = k_RKD.shape[1]
+        wide = torch.float64 if q_RND.dtype == torch.float64 else torch.float32
+        q = q_RND.to(wide).view(rows, kv_heads, heads // kv_heads, dim)
+        scores = torch.einsum("rkgd,skd->kgrs", q, k_RKD.to(wide)) * dim**-0.5
+        probs = scores.masked_fill(self.hidden_RR, float("-inf")).softmax(-1)
+        out = torch.einsum("kgrs,skd->rkgd", probs, v_RKD.to(wide))
+        return out.reshape(rows, heads, dim).to(q_RND.dtype)

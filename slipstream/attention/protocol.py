@@ -1,0 +1,19 @@
+"""What a model needs from attention: one call per layer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class AttentionContext(Protocol):
+    """Holds a pass's rows and cache; built once per pass, called once per layer."""
+
+    def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
+        """Write k and v of all rows to the cache, then attend causally.
+
+        q_RND [R, N, D]: rotated queries; k_RKD, v_RKD [R, K, D]: rotated keys and values (K kv heads).
+        Returns o_RND [R, N, D] in q's dtype. Row r sees cache positions 0..position[r] of its own slot.
+        """
+        ...

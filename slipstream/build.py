@@ -1,0 +1,173 @@
+"""From a user's options to the built parts: model, tokenizer, drafter, pages, frame, engine configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.config import DEFAULT_DRAFTS, EngineConfig, LLMConfig, resolve_engine
+from slipstream.device.frame import Frame
+from slipstream.device.runner import EagerDevice
+from slipstream.device.state import SlotState
+from slipstream.draft.ngram import NgramDrafter
+from slipstream.draft.protocol import Drafter
+from slipstream.errors import ConfigError
+from slipstream.memory.kv import KVPages
+from slipstream.models.loader import LoadedModel, load_model
+from slipstream.text import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """Everything an engine needs, ready to run. resolved: what was decided, for people and /server_info."""
+
+    model: Any
+    tokenizer: Tokenizer
+    generation_config: dict[str, Any]
+    eos_ids: tuple[int, ...]
+    engine_config: EngineConfig
+    device: EagerDevice
+    resolved: dict[str, Any]
+    notes: list[str]
+
+
+def build(config: LLMConfig) -> Built:
+    """Load and wire everything. Raises ConfigError and ModelLoadError before anything runs."""
+    device = _device(config.device)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    loaded = _load(config, config.model, device)
+    model = loaded.model
+    tokenizer = _tokenizer(config, loaded)
+    num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts
+    draft_loaded = None
+    if num_drafts and isinstance(config.draft, str) and config.draft not in ("none", "ngram"):
+        draft_loaded = _load(config, config.draft, device)
+        _check_draft(config, loaded, draft_loaded, tokenizer)
+    if config.draft == "none":
+        num_drafts = 0
+    kv_models = [model] + ([draft_loaded.model] if draft_loaded else [])
+    token_bytes = sum(
+        KVPages.bytes_for(m.config.num_layers, 1, 1, m.config.num_kv_heads, m.config.head_dim, m.dtype)
+        for m in kv_models
+    )
+    context = min(m.config.max_position_embeddings for m in kv_models)
+    engine = resolve_engine(
+        config, context=context, num_drafts=num_drafts, kv_bytes_per_token=token_bytes,
+        memory_bytes=_kv_budget(device), on_cpu=device.type == "cpu",
+    )  # fmt: skip
+    real = torch.float64 if model.dtype == torch.float64 else torch.float32
+    kv = _pages(model, engine, device)
+    drafter = _drafter(config, engine, draft_loaded, device, real) if num_drafts else None
+    state = SlotState(
+        max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
+        num_drafts=num_drafts, device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None,
+    )  # fmt: skip
+    frame = Frame(model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance)
+    resolved = {
+        "model": config.model or "default",
+        "architecture": model.config.architecture,
+        "device": str(device),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "draft": type(drafter).__name__ if drafter else "none",
+        "kv_bytes": kv.nbytes,
+        **{f: getattr(engine, f) for f in engine.__dataclass_fields__},
+    }
+    return Built(
+        model=model, tokenizer=tokenizer, generation_config=loaded.generation_config,
+        eos_ids=_eos_ids(loaded, tokenizer), engine_config=engine, device=EagerDevice(frame),
+        resolved=resolved, notes=list(loaded.notes),
+    )  # fmt: skip
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but this machine has no usable GPU; use device=cpu")
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _load(config: LLMConfig, source: str | None, device: torch.device) -> LoadedModel:
+    return load_model(
+        source, dtype=config.dtype, device=str(device), load_format=config.load_format,
+        revision=config.revision, seed=config.seed,
+    )  # fmt: skip
+
+
+def _tokenizer(config: LLMConfig, loaded: LoadedModel) -> Tokenizer:
+    if config.tokenizer is not None:
+        return Tokenizer.from_dir(Path(config.tokenizer))
+    if loaded.gguf_path is not None:
+        return Tokenizer.from_gguf(loaded.gguf_path)
+    if loaded.tokenizer_dir is not None:
+        return Tokenizer.from_dir(loaded.tokenizer_dir)
+    return Tokenizer.absent()
+
+
+def _eos_ids(loaded: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
+    return tuple(dict.fromkeys([*loaded.config.eos_ids, *tokenizer.eos_ids]))
+
+
+def _check_draft(config: LLMConfig, target: LoadedModel, draft: LoadedModel, tokenizer: Tokenizer) -> None:
+    ours, theirs = target.config.vocab_size, draft.config.vocab_size
+    if ours != theirs:
+        raise ConfigError(
+            f"draft={config.draft!r} has a vocabulary of {theirs} tokens, the model {ours}; a draft needs the same one"
+        )
+    other = _tokenizer(config, draft)
+    if tokenizer.present and other.present and tokenizer.vocab != other.vocab:
+        raise ConfigError(f"draft={config.draft!r} has another vocabulary than the model: some tokens have other ids")
+
+
+def _kv_budget(device: torch.device) -> int:
+    """Bytes for pages when the user names no number: what is free on a GPU, a quarter of RAM on a CPU."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * 0.85)
+    try:
+        import os
+
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    except (ValueError, OSError, AttributeError):
+        return 2 << 30
+
+
+def _pages(model: Any, engine: EngineConfig, device: torch.device) -> KVPages:
+    c = model.config
+    return KVPages(
+        num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size,
+        num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=model.dtype, device=device,
+    )  # fmt: skip
+
+
+def _drafter(
+    config: LLMConfig,
+    engine: EngineConfig,
+    draft: LoadedModel | None,
+    device: torch.device,
+    real: torch.dtype,
+) -> Drafter:
+    if draft is not None:
+        from slipstream.draft.standalone import StandaloneDrafter
+
+        if config.draft_options:
+            raise ConfigError(f"a draft model takes no draft_options, got {sorted(config.draft_options)}")
+        kv = _pages(draft.model, engine, device)
+        return StandaloneDrafter(draft.model, kv=kv, max_drafts=engine.num_drafts, real=real)
+    if config.draft == "ngram":
+        known = {"min_n", "max_n", "gate", "row_cost"}
+        for name in config.draft_options:
+            if name not in known:
+                raise ConfigError(f"unknown n-gram option {name!r}; known: {', '.join(sorted(known))}")
+        return NgramDrafter(slots=engine.max_slots, max_drafts=engine.num_drafts, device=device, **config.draft_options)
+    if callable(config.draft):
+        made = config.draft(
+            slots=engine.max_slots, max_drafts=engine.num_drafts, max_len=engine.max_model_len, device=device
+        )
+        if isinstance(made, Drafter):
+            return made
+    raise ConfigError(f'draft={config.draft!r} is not a drafter; use None, "ngram" or the path of a draft model')

@@ -1,0 +1,175 @@
+"""Frozen configuration, one dataclass per component. `resolve` decides everything before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from slipstream.errors import ConfigError
+from slipstream.types import MAX_DRAFTS
+
+DTYPES = ("auto", "float32", "float64", "bfloat16")
+DEFAULT_DRAFTS = 3
+"""Drafts per frame and slot when a drafter is named: with the bonus token four rows, before the CPU's cost cliff."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The host's half: slots, pages, chunks.
+
+    max_slots: running requests (slot 0 is the sink, ids are 1..max_slots). num_pages: page ids 1..num_pages,
+    page 0 is the sink. prefill_chunk: most prompt rows per launch while nobody decodes; prefill_chunk_busy:
+    the same while somebody does. row_tiers: rows per slot that a frame may have; empty means exact.
+    """
+
+    max_slots: int = 16
+    page_size: int = 32
+    num_pages: int = 512
+    max_model_len: int = 2048
+    run_ahead: int = 1
+    num_drafts: int = 0
+    prefill_chunk: int = 256
+    prefill_chunk_busy: int = 32
+    prefix_cache: bool = True
+    slot_buckets: tuple[int, ...] = ()
+    row_tiers: tuple[int, ...] = ()
+    max_waiting: int = 100_000
+
+    def __post_init__(self) -> None:
+        _between("max_slots", self.max_slots, 1, 4096)
+        _between("page_size", self.page_size, 1, 1024)
+        _between("num_pages", self.num_pages, 1, 2**31 - 1)
+        _between("max_model_len", self.max_model_len, 2, 2**24)
+        _between("run_ahead", self.run_ahead, 1, 64)
+        _between("num_drafts", self.num_drafts, 0, MAX_DRAFTS)
+        _between("prefill_chunk", self.prefill_chunk, 1, 1 << 16)
+        _between("prefill_chunk_busy", self.prefill_chunk_busy, 1, 1 << 16)
+        if self.slot_buckets and max(self.slot_buckets) < self.max_slots:
+            raise ConfigError(
+                f"slot_buckets={list(self.slot_buckets)} do not reach max_slots={self.max_slots}; add that size"
+            )
+        if self.row_tiers and max(self.row_tiers) < self.num_drafts + 1:
+            raise ConfigError(
+                f"row_tiers={list(self.row_tiers)} do not reach num_drafts + 1 = {self.num_drafts + 1} rows per slot"
+            )
+        one = -(-(self.max_model_len + self.num_drafts + 1) // self.page_size)
+        if self.num_pages < one:
+            raise ConfigError(
+                f"num_pages={self.num_pages} of {self.page_size} tokens cannot hold one sequence of "
+                f"max_model_len={self.max_model_len} (needs {one}); raise num_pages or lower max_model_len"
+            )
+
+    @property
+    def pages_per_slot(self) -> int:
+        """Width of the page table: pages for max_model_len plus one frame's rows."""
+        return -(-(self.max_model_len + self.num_drafts + 1) // self.page_size)
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{name}={value!r} must be a whole number from {low} to {high}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LLMConfig:
+    """What a user may say about a model and its engine; None or "auto" is decided by `build`.
+
+    draft may also be a Drafter factory (tests and benchmarks): called with slots, max_drafts, max_len, device.
+    draft_options go to the drafter (n-gram: min_n, max_n, gate). synthetic_acceptance: mean tokens per round,
+    overrides only the accept decision.
+    """
+
+    model: str | None = None
+    draft: Any = None
+    num_drafts: int | None = None
+    draft_options: dict[str, Any] = field(default_factory=dict)
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    revision: str | None = None
+    tokenizer: str | None = None
+    seed: int = 0
+    threads: int | None = None
+    run_ahead: int | None = None
+    max_model_len: int | None = None
+    max_slots: int | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    prefill_chunk: int | None = None
+    prefix_cache: bool = True
+    slot_buckets: tuple[int, ...] = ()
+    row_tiers: tuple[int, ...] = ()
+    synthetic_acceptance: float | None = None
+
+    @classmethod
+    def from_options(cls, **options: Any) -> LLMConfig:
+        known = [f.name for f in fields(cls)]
+        for name in options:
+            if name not in known:
+                raise ConfigError(f"unknown option {name!r}; known: {', '.join(known)}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r} must be auto, cpu or cuda")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
+        if self.load_format not in ("auto", "dummy"):
+            raise ConfigError(f"load_format={self.load_format!r} must be auto or dummy")
+        if self.num_drafts is not None:
+            _between("num_drafts", self.num_drafts, 0, MAX_DRAFTS)
+        if self.threads is not None:
+            _between("threads", self.threads, 1, 1024)
+        if self.draft is None and self.num_drafts:
+            raise ConfigError(f'num_drafts={self.num_drafts} needs a draft; give draft="ngram" or a draft model')
+        if self.synthetic_acceptance is not None:
+            drafts = DEFAULT_DRAFTS if self.num_drafts is None else self.num_drafts
+            if self.draft is None:
+                raise ConfigError('synthetic_acceptance needs a draft; give draft="ngram" or a draft model')
+            if not 1.0 <= self.synthetic_acceptance <= drafts + 1:
+                raise ConfigError(
+                    f"synthetic_acceptance={self.synthetic_acceptance} must be from 1 to num_drafts + 1 = {drafts + 1}"
+                )
+
+
+def resolve_engine(
+    user: LLMConfig,
+    *,
+    context: int,
+    num_drafts: int,
+    kv_bytes_per_token: int,
+    memory_bytes: int,
+    on_cpu: bool,
+) -> EngineConfig:
+    """Every engine number, from what the user said, the model's context and the memory there is for KV.
+
+    context: the model's longest sequence. memory_bytes: what may be spent on pages when num_pages is not given.
+    """
+    max_model_len = context if user.max_model_len is None else user.max_model_len
+    if max_model_len > context:
+        raise ConfigError(f"max_model_len={max_model_len} is above the model's context of {context}")
+    max_slots = user.max_slots if user.max_slots is not None else (16 if on_cpu else 64)
+    page_size = user.page_size if user.page_size is not None else 32
+    _between("page_size", page_size, 1, 1024)
+    _between("max_slots", max_slots, 1, 4096)
+    reach = num_drafts + 1
+    one = -(-(max_model_len + 2 * reach) // page_size)
+    if user.num_pages is not None:
+        num_pages = user.num_pages
+    else:
+        wanted = min(max_slots * one, max(one, 32768 // page_size))
+        num_pages = max(one, min(wanted, memory_bytes // (kv_bytes_per_token * page_size)))
+    chunk = user.prefill_chunk if user.prefill_chunk is not None else (256 if on_cpu else 2048)
+    return EngineConfig(
+        max_slots=max_slots,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+        run_ahead=user.run_ahead if user.run_ahead is not None else (1 if on_cpu else 2),
+        num_drafts=num_drafts,
+        prefill_chunk=chunk,
+        prefill_chunk_busy=min(chunk, 32 if on_cpu else 512),
+        prefix_cache=user.prefix_cache,
+        slot_buckets=tuple(user.slot_buckets),
+        row_tiers=tuple(user.row_tiers),
+    )

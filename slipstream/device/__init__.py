@@ -1,0 +1,1 @@
+"""The device side of the loop: slot state, the frame, results."""

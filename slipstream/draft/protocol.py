@@ -1,0 +1,104 @@
+"""The drafter's side of a frame: what it reads, what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from slipstream.sampling.slot_params import SlotParams
+from slipstream.types import Admit
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftView:
+    """The end of a frame, B slots: everything is already committed.
+
+    slot_B: slot ids, 0 where the slot is not live. committed_B: committed length c (the bonus token stands at
+    position c of history). drafted_B, accepted_B: this round's verified and accepted drafts. fresh_B: the slot
+    has just left prefill. history_SL [S, L], table_SP: slot state, read only. len_ub: host bound on c + 1.
+    sampled, filtered, rejection, coupled: as in FramePlan.
+    """
+
+    slot_B: Tensor
+    committed_B: Tensor
+    drafted_B: Tensor
+    accepted_B: Tensor
+    fresh_B: Tensor
+    history_SL: Tensor
+    table_SP: Tensor
+    params: SlotParams
+    len_ub: int
+    first_page: Sequence[int]
+    sampled: bool
+    filtered: bool
+    rejection: bool
+    coupled: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillView:
+    """One prefill pass over packed prompt rows [R]; spans are (slot, start, length, first_page)."""
+
+    token_R: Tensor
+    pos_R: Tensor
+    cache_slot_R: Tensor
+    table_SP: Tensor
+    spans: Sequence[tuple[int, int, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstDraft:
+    """What `extend` learnt: the first draft [B], its probabilities [B, V] when drafts are sampled."""
+
+    token_B: Tensor
+    count_B: Tensor
+    q_BV: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafts:
+    """token_BK [B, k]: drafts in order; the first count_B are offered. q_BKV: their law, None if one-hot."""
+
+    token_BK: Tensor
+    count_B: Tensor
+    q_BKV: Tensor | None = None
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Proposes up to `max_drafts` tokens per slot at the end of each frame. Never reads a tensor's value.
+
+    taps: target layers whose hidden states it reads. draft_vocab: width of dense q, None when drafts are certain.
+    lookahead: KV rows it writes beyond the committed length + 1.
+    """
+
+    taps: tuple[int, ...]
+    max_drafts: int
+    draft_vocab: int | None
+
+    def admit(self, admit: Admit) -> None:
+        """A slot changes hands: forget its last owner."""
+        ...
+
+    def prefill(self, view: PrefillView) -> None:
+        """Learn from prompt rows (their KV, for drafters that have one)."""
+        ...
+
+    def clear_pages(self, pages_P: Tensor) -> None:
+        """Pages [P] change hands; a drafter with KV of its own zeroes them."""
+        ...
+
+    def extend(self, view: DraftView) -> FirstDraft:
+        """Learn from the verified rows; the result holds the first draft."""
+        ...
+
+    def propose(self, first: FirstDraft, view: DraftView) -> Drafts:
+        """The remaining drafts."""
+        ...
+
+    def weight_bytes(self) -> int:
+        """Bytes of weights that one frame's drafting streams."""
+        ...

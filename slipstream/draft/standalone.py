@@ -1,0 +1,132 @@
+"""A standalone draft model: a smaller language model with the same vocabulary and KV pages of its own.
+
+Its pages have the target's ids. After full acceptance its cache lacks the last draft (it was proposed but
+never fed), so `extend` always feeds two tokens, the last committed one and the bonus token; rewriting a row
+that is already there gives the same numbers. Source: Leviathan et al. 2023 (arXiv 2211.17192), section 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.paged import PagedAttention, PrefillAttention, RowGrid, cache_slots
+from slipstream.draft.protocol import Drafts, DraftView, FirstDraft, PrefillView
+from slipstream.memory.kv import KVPages
+from slipstream.sampling.processors import process_logits
+from slipstream.sampling.rng import PURPOSE_COUPLED, PURPOSE_DRAFT, race, race_noise
+from slipstream.types import MAX_DRAFTS, Admit, VerifyMode
+
+
+class StandaloneDrafter:
+    """Drafts a chain with `model`; greedy slots take its argmax, seeded ones share the target's noise,
+    the others sample from its processed law q, which the verifier gets."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: Any, *, kv: KVPages, max_drafts: int, real: torch.dtype = torch.float32) -> None:
+        self.model = model
+        self.kv = kv
+        self.max_drafts = max_drafts
+        self.real = real
+        config = model.config
+        self.draft_vocab: int | None = config.vocab_size
+        self.heads_per_kv = config.num_heads // config.num_kv_heads
+
+    def admit(self, admit: Admit) -> None:
+        """Nothing to forget: all of its state is in the pages, which the new owner prefills."""
+
+    def clear_pages(self, pages_P: Tensor) -> None:
+        self.kv.clear(pages_P)
+
+    def weight_bytes(self) -> int:
+        return self.max_drafts * int(self.model.weight_bytes())
+
+    def prefill(self, view: PrefillView) -> None:
+        spans, at = [], 0
+        for slot, start, length, first_page in view.spans:
+            attention = self._attention(
+                view.pos_R[at : at + length].view(1, length),
+                view.cache_slot_R[at : at + length],
+                view.table_SP[slot : slot + 1],
+                start + length,
+                (first_page,),
+            )
+            spans.append((length, attention))
+            at += length
+        self.model.forward(view.token_R, view.pos_R, PrefillAttention(spans))
+
+    def extend(self, view: DraftView) -> FirstDraft:
+        slots = view.slot_B.shape[0]
+        pos_BW = torch.stack([view.committed_B - 1, view.committed_B], 1).clamp(min=0)
+        token_BW = view.history_SL[view.slot_B[:, None], pos_BW]
+        hidden_RH = self._pass(token_BW, pos_BW, view, view.len_ub)
+        logits_BV = self.model.logits(hidden_RH.view(slots, 2, -1)[:, 1])
+        token_B, q_BV = self._choose(logits_BV, view, 0)
+        return FirstDraft(token_B=token_B, count_B=(view.slot_B > 0).to(torch.int64) * self.max_drafts, q_BV=q_BV)
+
+    def propose(self, first: FirstDraft, view: DraftView) -> Drafts:
+        tokens, laws = [first.token_B], [first.q_BV]
+        for step in range(1, self.max_drafts):
+            pos_BW = (view.committed_B + step)[:, None]
+            hidden_RH = self._pass(tokens[-1][:, None], pos_BW, view, view.len_ub + step)
+            token_B, q_BV = self._choose(self.model.logits(hidden_RH), view, step)
+            tokens.append(token_B)
+            laws.append(q_BV)
+        dense = [q for q in laws if q is not None]
+        return Drafts(
+            token_BK=torch.stack(tokens, 1),
+            count_B=first.count_B,
+            q_BKV=torch.stack(dense, 1) if dense else None,
+        )
+
+    def _pass(self, token_BW: Tensor, pos_BW: Tensor, view: DraftView, len_ub: int) -> Tensor:
+        """One forward over W rows of every slot; dead slots write to the sink."""
+        slot_R = view.slot_B[:, None].expand_as(pos_BW).reshape(-1)
+        pos_R = torch.where(slot_R > 0, pos_BW.reshape(-1), 0)
+        attention = self._attention(
+            pos_R.view_as(pos_BW),
+            cache_slots(view.table_SP, slot_R, pos_R, self.kv.page_size),
+            view.table_SP[view.slot_B],
+            min(len_ub, view.table_SP.shape[1] * self.kv.page_size),
+            (),
+        )
+        hidden_RH, _ = self.model.forward(token_BW.reshape(-1), pos_R, attention)
+        return hidden_RH  # type: ignore[no-any-return]
+
+    def _attention(
+        self, pos_BW: Tensor, cache_slot_R: Tensor, table_BP: Tensor, len_ub: int, first_page: tuple[int, ...]
+    ) -> PagedAttention:
+        return PagedAttention(
+            self.kv,
+            grid=RowGrid(pos_BW=pos_BW),
+            cache_slot_R=cache_slot_R,
+            table_BP=table_BP,
+            len_ub=len_ub,
+            heads_per_kv=self.heads_per_kv,
+            mask_dtype=self.kv.data.dtype,
+            first_page=first_page,
+        )
+
+    def _choose(self, logits_BV: Tensor, view: DraftView, step: int) -> tuple[Tensor, Tensor | None]:
+        """Draft `step` of every slot, and q [B, V] when some slot is judged by rejection."""
+        greedy_B = logits_BV.argmax(1)
+        if not view.sampled:
+            return greedy_B, None
+        p = view.params
+        logits_BV = process_logits(logits_BV, p.temperature, p.top_k, p.top_p, p.min_p, None, filtered=view.filtered)
+        law_BV = logits_BV.to(self.real).softmax(1)
+        vocab = law_BV.shape[1]
+        token_B = greedy_B
+        if view.coupled:
+            noise_BV = race_noise(p.key, p.child, view.committed_B + step + 1, PURPOSE_COUPLED, vocab, self.real)
+            token_B = torch.where(p.mode == VerifyMode.COUPLED, race(law_BV, noise_BV), token_B)
+        if not view.rejection:
+            return token_B, None
+        # Keyed by round and node, not by position: a rejected draft's noise is never drawn again.
+        node_B = view.committed_B * (MAX_DRAFTS + 1) + step
+        noise_BV = race_noise(p.key, p.child, node_B, PURPOSE_DRAFT, vocab, self.real)
+        token_B = torch.where(p.mode == VerifyMode.REJECTION, race(law_BV, noise_BV), token_B)
+        return token_B, law_BV

@@ -1,0 +1,118 @@
+"""From records to events: what a collected launch, an acknowledgement, a cut or an abort does to requests.
+
+A record counts only if its slot still belongs to the generation it names. Tokens count as *returned* (for the
+prefix cache) once acknowledged; requests without a text side acknowledge at once.
+"""
+
+from __future__ import annotations
+
+from slipstream.engine.scheduler import Scheduler
+from slipstream.engine.sequence import Key, Sequence, State
+from slipstream.metrics import Metrics
+from slipstream.types import FinishCode, FrameResult, TokenEvent
+
+_REASON = {FinishCode.STOP: "stop", FinishCode.LENGTH: "length"}
+
+
+class Collector:
+    """Every request gets exactly one event with a finish reason, whatever ended it."""
+
+    def __init__(self, scheduler: Scheduler, metrics: Metrics) -> None:
+        self.scheduler = scheduler
+        self.metrics = metrics
+        self.closed: dict[Key, Sequence] = {}
+        """Closed since this was last emptied, for their statistics."""
+
+    def take(self, result: FrameResult) -> list[TokenEvent]:
+        """Apply the records of one launch; then release what waited for it."""
+        events = []
+        for i, slot in enumerate(result.slots):
+            seq = self.scheduler.running.get(slot)
+            if seq is None or seq.generation != int(result.generation_np[i]):
+                continue  # the sink, or a frame that was queued before its slot ended
+            event = self._record(seq, result, i)
+            if event is not None:
+                events.append(event)
+        self.scheduler.settle(result.seq)
+        return events
+
+    def _record(self, seq: Sequence, result: FrameResult, i: int) -> TokenEvent | None:
+        n, prefill = int(result.n_emitted_np[i]), result.is_prefill[i]
+        if prefill:
+            seq.prefilled = True
+        else:
+            launch, rows = seq.queued.popleft()
+            assert launch == result.seq and n <= rows, f"launch {result.seq}: {n} tokens of at most {rows}"
+            seq.length += n
+        seq.next_drafts = int(result.next_drafts_np[i])
+        if n == 0:
+            return None
+        tokens = tuple(int(t) for t in result.tokens_np[i, :n])
+        accepted, drafted = int(result.accepted_np[i]), None
+        seq.outputs.extend(tokens)
+        if not seq.request.needs_ack:
+            seq.acked = len(seq.outputs)
+        if not prefill:
+            drafted = int(result.drafted_np[i])
+            seq.stats.add_round(drafted=drafted, accepted=accepted, emitted=n)
+            self.metrics.spec.add_round(drafted=drafted, accepted=accepted, emitted=n)
+        self.metrics.count("output_tokens", n)
+        reason = _REASON.get(FinishCode(int(result.finish_np[i])))
+        if prefill and reason is None:
+            self.scheduler.ledger.share_prompt(seq)
+        if reason is not None:
+            self._end(seq, reason)
+        request_id, child = seq.key
+        return TokenEvent(
+            request_id=request_id,
+            child=child,
+            tokens=tokens,
+            accepted=accepted,
+            drafted=drafted,
+            finish_reason=reason,
+        )
+
+    def ack(self, key: Key, upto: int) -> None:
+        """The first `upto` output tokens are returned to the user. Unknown (ended) requests are ignored."""
+        seq = self.scheduler.sequences.get(key)
+        if seq is None:
+            return
+        assert upto <= len(seq.outputs), f"{upto} tokens acknowledged, {len(seq.outputs)} were sent"
+        seq.acked = max(seq.acked, upto)
+        if seq.state is State.ENDED and seq.acked == len(seq.outputs):
+            self._close(seq)
+
+    def cut(self, key: Key, keep: int, reason: str, error: str | None = None) -> TokenEvent | None:
+        """End a request after its first `keep` output tokens; later ones never existed.
+
+        Returns the final event, or None if it has had one (the device ended it first) or is unknown.
+        """
+        seq = self.scheduler.sequences.get(key)
+        if seq is None:
+            return None
+        assert 0 <= keep <= len(seq.outputs), f"cut at {keep} of {len(seq.outputs)} tokens"
+        del seq.outputs[keep:]
+        seq.acked = keep
+        if seq.state is State.ENDED:
+            self._close(seq)
+            return None
+        self.metrics.count(f"finished_{reason}", 1)
+        self._close(seq)
+        return TokenEvent(request_id=key[0], child=key[1], tokens=(), finish_reason=reason, error=error)
+
+    def abort(self, key: Key, error: str | None) -> TokenEvent | None:
+        """End a request where it is; only returned tokens count."""
+        seq = self.scheduler.sequences.get(key)
+        return None if seq is None else self.cut(key, seq.acked, "error" if error else "abort", error)
+
+    def _end(self, seq: Sequence, reason: str) -> None:
+        """The device has ended it: frames in flight treat the slot as inactive, no drop is needed."""
+        self.metrics.count(f"finished_{reason}", 1)
+        del self.scheduler.running[seq.slot]
+        seq.state = State.ENDED
+        if seq.acked == len(seq.outputs):
+            self._close(seq)
+
+    def _close(self, seq: Sequence) -> None:
+        self.scheduler.close(seq)
+        self.closed[seq.key] = seq

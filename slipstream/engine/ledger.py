@@ -1,0 +1,135 @@
+"""Who holds which slot and which page: the allocator, the prefix cache and late release in one place.
+
+A slot and its pages return only when the last launch that names the slot has been collected: launches are
+numbered, `Sequence.last_launch` is the epoch. Nothing depends on the order of work on the device.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from slipstream.config import EngineConfig
+from slipstream.engine.pages import PagePool, pages_for, pages_for_extension
+from slipstream.engine.radix import RadixCache
+from slipstream.engine.sequence import Sequence
+
+
+class Ledger:
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.pool = PagePool(config.num_pages, config.page_size)
+        self.radix = RadixCache(config.page_size)
+        self.free_slots = list(range(1, config.max_slots + 1))
+        self.collected = -1
+        """Newest launch whose result is in."""
+        self._retired: list[Sequence] = []
+
+    @property
+    def room(self) -> int:
+        """Pages that can be had now: free ones and unlocked ones of the prefix cache."""
+        return self.pool.num_free + self.radix.evictable
+
+    @property
+    def coming(self) -> int:
+        """Pages that ended sequences give back once their last launch is collected."""
+        return sum(self.holding(s) for s in self._retired)
+
+    def holding(self, seq: Sequence) -> int:
+        """Pages that become free or evictable when `seq` leaves its slot."""
+        assert seq.node is not None
+        return len(self.pool.tables[seq.slot]) - len(seq.shared) + self.radix.only_user(seq.node)
+
+    def missing(self, seq: Sequence, tokens: int) -> int:
+        """Pages to add so that `seq` has pages for `tokens` positions."""
+        return max(0, pages_for(tokens, self.config.page_size) - len(self.pool.tables[seq.slot]))
+
+    def admit(self, seq: Sequence, generation: int, reserve: int | None) -> bool:
+        """Give `seq` a slot, pages for seq.tokens and one frame, and the longest cached prefix.
+
+        reserve: pages that must stay available for the others; None when it is alone. With others around its
+        own second frame must be coverable too. False, and nothing changed, if there are too few pages.
+        """
+        page_size, salt = self.config.page_size, seq.request.salt
+        if not self.free_slots:
+            return False
+        node, shared = self.radix.root(salt), list[int]()
+        if self.config.prefix_cache:
+            node, shared = self.radix.match(seq.tokens, salt)
+        self.radix.lock(node)
+        start = len(shared) * page_size
+        new = len(seq.tokens) + seq.most_rows
+        later = new if reserve is None else min(new, seq.request.max_len) + seq.most_rows
+        if pages_for_extension([start], [later], page_size) > self.room - (reserve or 0):
+            self.radix.unlock(node)
+            return False
+        seq.restart(slot=heapq.heappop(self.free_slots), generation=generation, start=start, node=node)
+        seq.shared = set(shared)
+        self.pool.open(seq.slot, shared, seq.request.max_len + seq.most_rows)
+        self._extend([seq.slot], [start], [new])
+        return True
+
+    def grow(self, seqs: list[Sequence], rows: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Pages for one more frame of rows[i] rows; per sequence the first new table index, and the ids."""
+        slots = [s.slot for s in seqs]
+        had = [len(self.pool.tables[slot]) for slot in slots]
+        old = [n * self.config.page_size for n in had]
+        new = [max(o, s.cover(r)) for o, s, r in zip(old, seqs, rows, strict=True)]
+        return list(zip(had, self._extend(slots, old, new), strict=True))
+
+    def retire(self, seq: Sequence) -> None:
+        """`seq` is done with its slot: cache its returned tokens, release slot and pages when it is safe."""
+        if seq.prefilled:
+            known = (*seq.request.prompt_token_ids, *seq.outputs)
+            self._insert(seq, known[: min(self._returned(seq), seq.length)], running=False)
+        self._retired.append(seq)
+        self.settle()
+
+    def share_prompt(self, seq: Sequence) -> None:
+        """Its prefill is in: full pages of returned tokens (the prompt, usually) go to the cache."""
+        self._insert(seq, seq.tokens[: min(self._returned(seq), seq.length)], running=True)
+
+    def settle(self) -> None:
+        """Release what no launch in flight can touch any more."""
+        waiting = []
+        for seq in self._retired:
+            if seq.last_launch > self.collected:
+                waiting.append(seq)
+                continue
+            assert seq.node is not None
+            self.radix.unlock(seq.node)
+            self.pool.free(p for p in self.pool.close(seq.slot) if p not in seq.shared)
+            heapq.heappush(self.free_slots, seq.slot)
+            seq.node, seq.slot, seq.shared = None, 0, set()
+        self._retired = waiting
+
+    def check(self, holders: list[Sequence]) -> None:
+        """Assert free + cached + held = total. holders: every sequence with a slot that is not retired."""
+        held = []
+        for seq in (*holders, *self._retired):
+            held += [p for p in self.pool.tables[seq.slot] if p not in seq.shared]
+        self.pool.check(self.radix.pages(), held)
+        assert len(self.radix.pages()) == self.radix.num_pages, "the prefix cache miscounts its pages"
+        slots = sorted([*self.free_slots, *(s.slot for s in (*holders, *self._retired))])
+        assert slots == list(range(1, self.config.max_slots + 1)), f"slots leaked or doubled: {slots}"
+
+    def _returned(self, seq: Sequence) -> int:
+        """Tokens that a user has seen; only these may become a key of the cache."""
+        return len(seq.request.prompt_token_ids) + seq.acked
+
+    def _extend(self, slots: list[int], old: list[int], new: list[int]) -> list[tuple[int, ...]]:
+        count = pages_for_extension(old, new, self.config.page_size)
+        if count > self.pool.num_free:
+            self.pool.free(self.radix.evict(count - self.pool.num_free))
+        return self.pool.extend(slots, old, new, count)
+
+    def _insert(self, seq: Sequence, tokens: tuple[int, ...], *, running: bool) -> None:
+        if not self.config.prefix_cache:
+            return
+        assert seq.node is not None
+        table = self.pool.tables[seq.slot]
+        node, taken = self.radix.insert(tokens, table, seq.request.salt, stop_at_foreign=running)
+        if taken:  # else what it uses of the tree is locked already; both paths are prefixes of one sequence
+            self.radix.lock(node)
+            self.radix.unlock(seq.node)
+            seq.node = node
+            seq.shared.update(taken)

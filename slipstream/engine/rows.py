@@ -1,0 +1,27 @@
+"""How many rows a decode frame verifies, chosen from collected records only."""
+
+from __future__ import annotations
+
+from slipstream.config import EngineConfig
+
+
+def slot_bucket(n: int, config: EngineConfig) -> int:
+    """Slots of a frame for n decoding ones: the smallest bucket that holds them, n itself without buckets."""
+    return min((b for b in config.slot_buckets if b >= n), default=n)
+
+
+def choose_rows(wanted: list[int], config: EngineConfig, cap: int | None = None) -> tuple[int, int]:
+    """(R, width) of a frame for slots that want wanted[i] rows, 1 bonus row included.
+
+    Without row tiers R is the exact sum (padding slots take one row each) and width the largest wish. With
+    tiers R = bucket * t and width = t for the smallest tier t that gives every wish a row.
+    cap: most rows per slot that pages were counted for.
+    """
+    bucket = slot_bucket(len(wanted), config)
+    if config.row_tiers:
+        total = sum(wanted)
+        tier = min(t for t in config.row_tiers if bucket * t >= total)
+        tier = tier if cap is None else min(tier, cap)
+        return bucket * tier, tier
+    width = max(wanted) if cap is None else min(max(wanted), cap)
+    return sum(min(w, width) for w in wanted) + bucket - len(wanted), width

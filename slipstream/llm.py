@@ -1,0 +1,300 @@
+"""The offline facade: wires the rooms, text in, text out. Public: `LLM`."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.build import Built, build
+from slipstream.config import LLMConfig
+from slipstream.engine.loop import EngineCore
+from slipstream.errors import InvalidRequestError
+from slipstream.outputs import CompletionOutput, RequestOutput, StreamChunk
+from slipstream.sampling.rng import request_key
+from slipstream.text import TextStream, Tokenizer
+from slipstream.types import MAX_STOP_IDS, Request, SamplingParams, TokenEvent
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class _Live:
+    """A request in flight: its output so far, one text stream per child."""
+
+    output: RequestOutput
+    streams: list[TextStream]
+    needs_ack: bool
+    open: set[int] = field(default_factory=set)
+
+
+class LLM:
+    """A model with its engine, in this process.
+
+    model: a directory, a GGUF file, a hub id, or None for the default model. draft: None, "ngram" or the path
+    of a draft model (recognised by its config); num_drafts: drafts per frame and slot (default 3). device: "auto",
+    "cpu" or "cuda"; dtype: "auto", "float32", "float64" or "bfloat16"; run_ahead: frames the host may queue before
+    it reads a result. Unknown options are errors. Everything is decided before anything is built: see `resolved`.
+
+    Raises ConfigError for options that cannot work, ModelLoadError for models that cannot be loaded.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.config = LLMConfig.from_options(model=model, **options)
+        built: Built = build(self.config)
+        self.tokenizer: Tokenizer = built.tokenizer
+        self.model_config = built.model.config
+        self.generation_config: dict[str, Any] = dict(built.generation_config)
+        self.resolved: dict[str, Any] = built.resolved
+        self.notes: list[str] = built.notes
+        self._built = built
+        self._engine = EngineCore(built.engine_config, built.device)
+        self._live: dict[str, _Live] = {}
+        self._ids = itertools.count()
+
+    # -- public calls ---------------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts (text or token ids), in one batch; results come in the order of the prompts.
+
+        All prompts are checked before any runs: a bad one raises InvalidRequestError and nothing is lost.
+        """
+        batch = _as_batch(prompts)
+        each = _as_params(params, len(batch), self.default_sampling_params)
+        requests = [self._prepare(p, s) for p, s in zip(batch, each, strict=True)]
+        ids = [self._submit(*r) for r in requests]
+        waiting = set(ids)
+        done: dict[str, RequestOutput] = {}
+        bar = _Progress(len(ids), enabled=use_tqdm and len(ids) > 1)
+        try:
+            while waiting:
+                for chunk in self._step():
+                    if chunk.output is not None and chunk.output.request_id in waiting:
+                        waiting.discard(chunk.output.request_id)
+                        done[chunk.output.request_id] = chunk.output
+                        bar.advance(sum(len(o.token_ids) for o in chunk.output.outputs))
+        finally:
+            bar.close()
+            for request_id in waiting:
+                self.abort(request_id)
+        return [done[i] for i in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, each a list of {"role", "content"} messages."""
+        many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        prompts: list[Prompt] = [self.chat_prompt(m) for m in many]  # type: ignore[arg-type]
+        return self.generate(prompts, params, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation under the model's chat template, ready for the answer."""
+        text = self.tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
+        """Yield chunks as frames are collected; leaving the iterator early aborts the request."""
+        request_id = self._submit(*self._prepare(prompt, params or self.default_sampling_params()))
+        finished = False
+        try:
+            while not finished:
+                for chunk in self._step(only=request_id):
+                    finished = finished or chunk.output is not None
+                    yield chunk
+        finally:
+            if not finished:
+                self.abort(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its slots return within `run_ahead` frames."""
+        live = self._live.pop(request_id, None)
+        if live is None:
+            return
+        self._engine.abort(request_id)
+        while self._engine.has_work and not self._live:
+            self._engine.step()
+
+    def default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with the model's generation_config, where it names a temperature, top_k, top_p or min_p."""
+        known = {
+            k: self.generation_config[k]
+            for k in ("temperature", "top_k", "top_p", "min_p")
+            if k in self.generation_config
+        }
+        if self.generation_config.get("do_sample") is False:
+            known = {}
+        return SamplingParams(**{k: v for k, v in known.items() if v is not None})
+
+    def stats(self) -> dict[str, Any]:
+        """Engine counters, and the seconds spent inside the device's frames."""
+        return {**self._engine.metrics.snapshot(), "device_seconds": self._built.device.device_seconds}
+
+    def check_idle(self) -> None:
+        """Assert that no request holds anything: free + cached = total in every pool."""
+        self._engine.check_idle()
+
+    def close(self) -> None:
+        """Abort what is running. The object can be dropped afterwards."""
+        for request_id in list(self._live):
+            self.abort(request_id)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- one request ----------------------------------------------------------------------------------------
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], SamplingParams]:
+        """Text to ids, and every check that can refuse the request."""
+        text = prompt if isinstance(prompt, str) else None
+        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        vocab, context = self.model_config.vocab_size, self._built.engine_config.max_model_len
+        for i in ids:
+            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab:
+                raise InvalidRequestError(f"prompt token id {i!r} must be a whole number from 0 to {vocab - 1}")
+        for i in params.stop_token_ids:
+            if i >= vocab:
+                raise InvalidRequestError(f"stop token id {i} must be below the vocabulary size {vocab}")
+        if not ids:
+            raise InvalidRequestError("the prompt is empty; it needs at least one token")
+        if len(ids) >= context:
+            raise InvalidRequestError(
+                f"the prompt has {len(ids)} tokens; the limit is {context - 1} (context {context})"
+            )
+        if params.max_tokens is not None and len(ids) + params.max_tokens > context:
+            raise InvalidRequestError(
+                f"max_tokens={params.max_tokens} and a prompt of {len(ids)} tokens exceed the context of {context}; "
+                f"at most {context - len(ids)} fit"
+            )
+        if params.min_tokens > context - len(ids):
+            raise InvalidRequestError(
+                f"min_tokens={params.min_tokens} is above the {context - len(ids)} tokens that fit"
+            )
+        if len(self._stop_ids(params)) > MAX_STOP_IDS:
+            raise InvalidRequestError(f"{len(self._stop_ids(params))} stop token ids; the limit is {MAX_STOP_IDS}")
+        if params.stop and not self.tokenizer.present:
+            raise InvalidRequestError(f"stop={list(params.stop)!r} needs a tokenizer, and this model has none")
+        return text, ids, params
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        ends = () if params.ignore_eos else self._built.eos_ids
+        return tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
+
+    def _submit(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> str:
+        request_id = f"req-{next(self._ids)}"
+        context = self._built.engine_config.max_model_len
+        max_len = context if params.max_tokens is None else len(ids) + params.max_tokens
+        live = _Live(
+            output=RequestOutput(request_id, text, list(ids), [CompletionOutput(i) for i in range(params.n)]),
+            streams=[TextStream.for_request(self.tokenizer, params, continues=True) for _ in range(params.n)],
+            needs_ack=bool(params.stop),
+            open=set(range(params.n)),
+        )
+        key = request_key(params.seed)
+        for child in range(params.n):
+            self._engine.add(
+                Request(
+                    request_id=request_id, prompt_token_ids=ids, params=params, child=child, key=key,
+                    stop_ids=self._stop_ids(params), max_len=max_len, needs_ack=live.needs_ack,
+                )
+            )  # fmt: skip
+        self._live[request_id] = live
+        return request_id
+
+    # -- the loop -------------------------------------------------------------------------------------------
+
+    def _step(self, only: str | None = None) -> list[StreamChunk]:
+        """One turn of the engine; its tokens become text here, and cuts go back at once."""
+        chunks = []
+        for event in self._engine.step():
+            live = self._live.get(event.request_id)
+            if live is None or event.child not in live.open:
+                continue
+            chunk = self._take(live, event)
+            if only is None or event.request_id == only:
+                chunks.append(chunk)
+        return chunks
+
+    def _take(self, live: _Live, event: TokenEvent) -> StreamChunk:
+        out, stream = live.output.outputs[event.child], live.streams[event.child]
+        before = len(out.token_ids)
+        tokens, reason = list(event.tokens), event.finish_reason
+        delta = stream.push(tokens, stop_token=reason == "stop")
+        text = delta.text
+        if delta.cut is not None:
+            tokens = tokens[: delta.cut - before]
+            reason = "stop"
+            self._engine.cut(event.request_id, event.child, delta.cut)
+        elif live.needs_ack:
+            self._engine.ack(event.request_id, event.child, before + len(tokens))
+        if event.drafted is not None and tokens:
+            live.output.spec.add_round(
+                drafted=event.drafted, accepted=min(event.accepted, len(tokens)), emitted=len(tokens)
+            )
+        out.token_ids += tokens
+        if reason is not None:
+            text += stream.finish()
+            out.finish_reason, out.error = reason, event.error
+            live.open.discard(event.child)
+        out.text += text
+        last = not live.open
+        if last:
+            del self._live[event.request_id]
+        return StreamChunk(
+            text, tokens, min(event.accepted, len(tokens)), event.child, reason, live.output if last else None
+        )
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(p, int) for p in items):
+        return [items]  # type: ignore[list-item]
+    return items  # type: ignore[return-value]
+
+
+def _as_params(params: Any, count: int, default: Any) -> list[SamplingParams]:
+    if params is None:
+        return [default()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    each = list(params)
+    if len(each) != count:
+        raise InvalidRequestError(f"{len(each)} sampling parameters for {count} prompts; give one, or one per prompt")
+    return each
+
+
+class _Progress:
+    """A one-line progress bar on stderr; silent when it is not a terminal."""
+
+    def __init__(self, total: int, *, enabled: bool) -> None:
+        self.total, self.done, self.tokens = total, 0, 0
+        self.enabled = enabled and sys.stderr.isatty()
+
+    def advance(self, tokens: int) -> None:
+        self.done += 1
+        self.tokens += tokens
+        if self.enabled:
+            filled = 30 * self.done // self.total
+            bar = "#" * filled + "." * (30 - filled)
+            sys.stderr.write(f"\r[{bar}] {self.done}/{self.total} requests, {self.tokens} tokens")
+            sys.stderr.flush()
+
+    def close(self) -> None:
+        if self.enabled:
+            sys.stderr.write("\n")

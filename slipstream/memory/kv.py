@@ -1,0 +1,53 @@
+"""Paged KV storage. Page ids come from the host; page 0 is the sink and belongs to nobody."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+
+
+class KVPages:
+    """Keys and values of all layers: one tensor [layers, 2, pages, page_size, K, D].
+
+    Pages are zeroed lazily by the operating system and again when they change hands (`clear`), so a
+    masked column never multiplies a number that another request left there.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim)
+        try:
+            self.data = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as e:
+            need = self.bytes_for(num_layers, num_pages + 1, page_size, num_kv_heads, head_dim, dtype)
+            raise ConfigError(f"no memory for {num_pages} KV pages ({need / 2**20:.0f} MiB); lower num_pages") from e
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.flat = [
+            (layer[0].view(-1, num_kv_heads, head_dim), layer[1].view(-1, num_kv_heads, head_dim))
+            for layer in self.data
+        ]
+        self.paged = [(layer[0], layer[1]) for layer in self.data]
+
+    @staticmethod
+    def bytes_for(layers: int, pages: int, page_size: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
+        return layers * 2 * pages * page_size * kv_heads * dim * dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def clear(self, pages_P: Tensor) -> None:
+        """Zero pages [P] (int64 ids) that are about to belong to a new owner."""
+        self.data.index_fill_(2, pages_P, 0)

@@ -1,0 +1,67 @@
+"""Counters and a ring of per-frame numbers, all host side. `snapshot()` is what the outside sees.
+
+Definitions: a *launch* is one plan handed to the device (a decode frame, a prefill chunk or both);
+`prompt_tokens` counts a prompt again when it is read again after a preemption, `cached_prompt_tokens` is the
+part whose KV came from the prefix cache; `output_tokens` counts tokens that records brought, before cuts. For
+rounds, drafted, accepted and acceptance length see `types.SpecStats`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from slipstream.types import FramePlan, FrameResult, SpecStats
+
+_FIELDS = ("slots", "rows", "prefill_rows", "emitted", "plan_us", "launch_us", "wait_us", "collect_us")
+
+
+class Metrics:
+    """One per engine, no globals. Times in microseconds.
+
+    Per launch: slots that decode, rows verified, prompt rows, tokens emitted; time to plan, to enqueue, to
+    wait for the result and to turn it into events. The host's own time per launch is plan + launch + collect.
+    """
+
+    def __init__(self, capacity: int = 1024) -> None:
+        self.counters: Counter[str] = Counter()
+        self.spec = SpecStats()
+        self._ring_np = np.zeros((capacity, len(_FIELDS)), dtype=np.float64)
+        self._seen = 0
+
+    def count(self, name: str, n: int = 1) -> None:
+        self.counters[name] += n
+
+    def launched(self, plan: FramePlan, *, plan_ns: int, launch_ns: int) -> None:
+        slots, prefill_rows = sum(map(bool, plan.decode)), sum(span.length for span in plan.prefill)
+        row_np = self._ring_np[plan.seq % len(self._ring_np)]
+        row_np[:] = (slots, plan.rows, prefill_rows, 0, plan_ns / 1e3, launch_ns / 1e3, 0, 0)
+        self.counters["launches"] += 1
+        self.counters["frames"] += slots > 0
+        self.counters["rows"] += plan.rows
+        self.counters["prefill_rows"] += prefill_rows
+
+    def collected(self, result: FrameResult, *, wait_ns: int, collect_ns: int) -> None:
+        row_np = self._ring_np[result.seq % len(self._ring_np)]
+        row_np[3], row_np[6], row_np[7] = result.n_emitted_np.sum(), wait_ns / 1e3, collect_ns / 1e3
+        self._seen = result.seq + 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """Counters since the start, draft statistics, and mean, p50 and p99 over the launches in the ring."""
+        n = min(self._seen, len(self._ring_np))
+        ring_np = self._ring_np[(np.arange(self._seen - n, self._seen)) % len(self._ring_np)]
+        out: dict[str, Any] = {"counters": dict(self.counters), "spec": self.spec.as_dict(), "window": n}
+        host_np = ring_np[:, 4] + ring_np[:, 5] + ring_np[:, 7]
+        columns = {name: ring_np[:, i] for i, name in enumerate(_FIELDS)} | {"host_us": host_np}
+        out["launch"] = {
+            name: {
+                "mean": round(float(c.mean()), 3),
+                "p50": round(float(np.percentile(c, 50)), 3),
+                "p99": round(float(np.percentile(c, 99)), 3),
+            }
+            for name, c in columns.items()
+            if n
+        }
+        return out

@@ -1,0 +1,225 @@
+"""`ModelConfig`: what a checkpoint says about itself, from a Hugging Face `config.json` or GGUF metadata."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ModelLoadError, UnsupportedError
+from slipstream.models.rope import RopeConfig, parse_rope
+
+# Names for configs that carry only `model_type`.
+_BY_MODEL_TYPE = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Shape and options of one decoder-only model.
+
+    Names are Hugging Face's. torch_dtype: the stored element type by name, None when the config is silent.
+    qkv_bias, o_bias, mlp_bias: those projections add a bias. qk_norm: RMSNorm per head on q and k before
+    RoPE. eos_ids: the ids that end a sequence, those of `generation_config` where it names any.
+    quantization: the checkpoint's `quantization_config`, or None.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    torch_dtype: str | None = None
+    quantization: Mapping[str, Any] | None = None
+    generation: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
+            "intermediate_size", "max_position_embeddings",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
+                raise ModelLoadError(f"model config: {name}={value!r} must be a whole number above 0")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelLoadError(
+                f"model config: num_attention_heads={self.num_heads} is not a multiple of "
+                f"num_key_value_heads={self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ModelLoadError(f"model config: head_dim={self.head_dim} must be even for rotary positions")
+        if not (math.isfinite(self.rms_norm_eps) and self.rms_norm_eps > 0):
+            raise ModelLoadError(f"model config: rms_norm_eps={self.rms_norm_eps} must be above 0")
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ModelLoadError when missing, empty, not JSON or not an object."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelLoadError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise ModelLoadError(f"{path} cannot be read: {_first_line(e)}") from None
+    if not text.strip():
+        raise ModelLoadError(f"{path} is empty")
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise ModelLoadError(f"{path} is not valid JSON: {_first_line(e)}") from None
+    if not isinstance(values, dict):
+        raise ModelLoadError(f"{path} must hold a JSON object, not {type(values).__name__}")
+    return values
+
+
+def read_hf_config(folder: Path) -> ModelConfig:
+    """ModelConfig of an HF directory: `config.json`, and `generation_config.json` where there is one."""
+    generation_path = folder / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    return parse_hf_config(read_json(folder / "config.json"), generation)
+
+
+def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
+    """ModelConfig from the values of a `config.json`.
+
+    Raises ModelLoadError for a missing or senseless key, UnsupportedError for an option that is known by
+    name but not built (sliding windows, other activations, other rotary scalings).
+    """
+    if not values:
+        raise ModelLoadError("the model config is empty; it needs at least architectures and the layer sizes")
+    generation = dict(generation or {})
+    arch = architecture_of(values)
+    hidden = _int(values, "hidden_size")
+    heads = _int(values, "num_attention_heads")
+    max_positions = _int(values, "max_position_embeddings", 2048)
+    _check_activation(values)
+    _check_window(values, arch, max_positions)
+    head_dim = values.get("head_dim")
+    if head_dim is None:
+        if heads < 1 or hidden % heads:
+            raise ModelLoadError(f"model config: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
+        head_dim = hidden // heads
+    attention_bias = bool(values.get("attention_bias", False))
+    eos = generation.get("eos_token_id", values.get("eos_token_id"))
+    bos = values.get("bos_token_id", generation.get("bos_token_id"))
+    return ModelConfig(
+        architecture=arch,
+        vocab_size=_int(values, "vocab_size"),
+        hidden_size=hidden,
+        num_layers=_int(values, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_int(values, "num_key_value_heads", heads),
+        head_dim=_whole("head_dim", head_dim),
+        intermediate_size=_int(values, "intermediate_size"),
+        rms_norm_eps=_float(values, "rms_norm_eps", 1e-6),
+        rope=parse_rope(values, head_dim, max_positions),
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        qkv_bias=True if arch == "Qwen2ForCausalLM" else attention_bias,
+        o_bias=False if arch == "Qwen2ForCausalLM" else attention_bias,
+        mlp_bias=arch == "LlamaForCausalLM" and bool(values.get("mlp_bias", False)),
+        qk_norm=arch == "Qwen3ForCausalLM",
+        bos_token_id=bos if isinstance(bos, int) else None,
+        eos_ids=_ids(eos),
+        torch_dtype=_dtype_name(values),
+        quantization=values.get("quantization_config"),
+        generation=generation,
+    )
+
+
+def architecture_of(values: Mapping[str, Any]) -> str:
+    """The architecture name in a `config.json`; whether it can be run is the registry's to say."""
+    names = values.get("architectures")
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    kind = values.get("model_type")
+    if isinstance(kind, str) and kind:
+        return _BY_MODEL_TYPE.get(kind, kind)
+    raise ModelLoadError("the model config names no architecture: it has neither architectures nor model_type")
+
+
+def _check_activation(values: Mapping[str, Any]) -> None:
+    act = values.get("hidden_act", "silu")
+    if act not in ("silu", "swish"):
+        raise UnsupportedError(f"hidden_act={act!r} is not supported; the known one is 'silu'")
+
+
+def _check_window(values: Mapping[str, Any], arch: str, max_positions: int) -> None:
+    window = values.get("sliding_window")
+    default_use = not arch.startswith("Qwen")  # Qwen writes a window beside use_sliding_window=false
+    if window is None or not values.get("use_sliding_window", default_use):
+        return
+    if _whole("sliding_window", window) < max_positions:
+        raise UnsupportedError(
+            f"sliding_window={window} below max_position_embeddings={max_positions} is not supported; "
+            f"use a checkpoint without a window"
+        )
+
+
+def _dtype_name(values: Mapping[str, Any]) -> str | None:
+    name = values.get("dtype", values.get("torch_dtype"))
+    if name is None:
+        return None
+    short = str(name).removeprefix("torch.")
+    if short not in _DTYPES:
+        raise UnsupportedError(f"torch_dtype={name!r} is not supported; the known ones are {', '.join(_DTYPES)}")
+    return short
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    items = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(i for i in items if isinstance(i, int) and not isinstance(i, bool)))
+
+
+def _int(values: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    value = values.get(name)
+    if value is None:
+        if default is None:
+            raise ModelLoadError(f"the model config lacks {name!r}")
+        return default
+    return _whole(name, value)
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ModelLoadError(f"model config: {name}={value!r} must be a whole number")
+    return value
+
+
+def _float(values: Mapping[str, Any], name: str, default: float) -> float:
+    value = values.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ModelLoadError(f"model config: {name}={value!r} must be a number")
+    return float(value)
+
+
+def _first_line(e: BaseException) -> str:
+    return (str(e) or type(e).__name__).splitlines()[0]

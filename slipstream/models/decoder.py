@@ -1,0 +1,71 @@
+"""The shell around the blocks: embedding, taps, final norm, head. One copy, so that taps cannot drift."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.attention.protocol import AttentionContext
+from slipstream.models.config import ModelConfig
+from slipstream.models.linear import Linear
+from slipstream.models.rope import RotaryTable
+from slipstream.models.weights import WeightBuilder
+
+
+class Block(Protocol):
+    """One decoder layer: residual stream [R, H] in, residual stream out."""
+
+    def __init__(self, config: ModelConfig, weights: WeightBuilder, layer: int) -> None: ...
+
+    def forward(
+        self, x_RH: Tensor, rotary: RotaryTable, cos: Tensor, sin: Tensor, attn: AttentionContext
+    ) -> Tensor: ...
+
+    def bytes(self) -> int: ...
+
+
+class Decoder:
+    """A `protocol.Model` whose layers are all of one block class, which each architecture's file supplies."""
+
+    block: ClassVar[type[Block]]
+
+    def __init__(self, config: ModelConfig, weights: WeightBuilder) -> None:
+        self.config: ModelConfig = config
+        self.device: torch.device = weights.device
+        self.dtype: torch.dtype = weights.dtype
+        self.embed = weights.embedding(
+            "model.embed_tokens.weight", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
+        )
+        self.blocks = [self.block(config, weights, i) for i in range(config.num_layers)]
+        self.norm = weights.norm("model.norm.weight", config.hidden_size, config.rms_norm_eps)
+        self.head: Linear
+        if config.tie_word_embeddings:
+            self.head = self.embed.as_head()
+        else:
+            self.head = weights.head("lm_head", config.vocab_size, config.hidden_size)
+        self.rotary = RotaryTable(
+            config.rope, config.head_dim, config.max_position_embeddings, device=self.device, dtype=self.dtype
+        )
+
+    def forward(
+        self, tokens_R: Tensor, positions_R: Tensor, attn: AttentionContext, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        for tap in taps:
+            assert 0 <= tap < len(self.blocks), f"tap {tap} is outside 0..{len(self.blocks) - 1}"
+        x_RH = self.embed(tokens_R)
+        cos, sin = self.rotary.at(positions_R)
+        tapped: dict[int, Tensor] = {}
+        for i, block in enumerate(self.blocks):
+            if i in taps:
+                tapped[i] = x_RH
+            x_RH = block.forward(x_RH, self.rotary, cos, sin, attn)
+        return self.norm(x_RH), [tapped[i] for i in taps]
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        logits_RV = self.head(hidden_RH)
+        return logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+
+    def weight_bytes(self) -> int:
+        return sum(block.bytes() for block in self.blocks) + self.head.bytes()

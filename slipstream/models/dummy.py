@@ -1,0 +1,79 @@
+"""Seeded random weights for a config, to measure or test without a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor
+
+from slipstream.models.config import ModelConfig
+from slipstream.models.weights import DenseSource
+
+
+class DummyWeights(DenseSource):
+    """`WeightSource` of random tensors: uniform with standard deviation 1/sqrt(K), norm weights 0.9 to 1.1.
+
+    A value depends on (seed, tensor name, index) only, through integer arithmetic, so it is the same on
+    every device and, up to rounding, in every dtype.
+    """
+
+    def __init__(self, config: ModelConfig, *, seed: int, device: torch.device) -> None:
+        self._seed, self._device, self._shapes = seed, device, _shapes(config)
+
+    def names(self) -> set[str]:
+        return set(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        shape = (stop - start, *self._shapes[name][1:])
+        row = math.prod(shape[1:])
+        key = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        noise = uniform_noise(start * row, stop * row, int.from_bytes(key[:4], "little"), self._device)
+        if name.endswith("norm.weight"):
+            return noise.mul_(0.1).add_(1.0)
+        fan_in = shape[-1] if len(shape) > 1 else 100
+        return noise.view(shape).mul_(math.sqrt(3.0 / fan_in))
+
+
+def uniform_noise(start: int, stop: int, key: int, device: torch.device) -> Tensor:
+    """float32 [stop - start], uniform in [-1, 1): an integer hash (multiply, xorshift; twice) of the index."""
+    h = torch.arange(start, stop, dtype=torch.int64, device=device)
+    h = (h + key * 0x9E3779B1) & 0xFFFFFFFF
+    for multiplier, shift in ((0x21F0AAAD, 16), (0x735A2D97, 15)):
+        h = ((h ^ (h >> shift)) * multiplier) & 0xFFFFFFFF
+    h ^= h >> 15
+    return (h >> 8).float() * 2.0**-23 - 1.0  # the top 24 bits fit float32 exactly
+
+
+def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the supported architectures, from the config's flags."""
+    h, f = c.hidden_size, c.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (c.vocab_size, h),
+        "model.norm.weight": (h,),
+    }
+    if not c.tie_word_embeddings:
+        shapes["lm_head.weight"] = (c.vocab_size, h)
+    linears = (
+        ("self_attn.q_proj", c.q_size, h, c.qkv_bias),
+        ("self_attn.k_proj", c.kv_size, h, c.qkv_bias),
+        ("self_attn.v_proj", c.kv_size, h, c.qkv_bias),
+        ("self_attn.o_proj", h, c.q_size, c.o_bias),
+        ("mlp.gate_proj", f, h, c.mlp_bias),
+        ("mlp.up_proj", f, h, c.mlp_bias),
+        ("mlp.down_proj", h, f, c.mlp_bias),
+    )
+    for i in range(c.num_layers):
+        p = f"model.layers.{i}."
+        shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (h,)
+        for name, rows, columns, bias in linears:
+            shapes[f"{p}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{p}{name}.bias"] = (rows,)
+        if c.qk_norm:
+            shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (c.head_dim,)
+    return shapes

@@ -1,0 +1,154 @@
+"""From named tensors of a checkpoint to the layers of a model, one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ModelLoadError
+from slipstream.models.blocks import Int4Blocks, Int8Blocks
+from slipstream.models.layers import Embedding, PackedEmbedding, RMSNorm
+from slipstream.models.linear import Columns, Dense, Linear, PackedInt4, PackedInt8
+
+_CHUNK = 1 << 23  # values converted at a time, so that float32 intermediates stay small
+
+
+class WeightSource(Protocol):
+    """Named tensors under their Hugging Face names."""
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor in `names()`, without reading it."""
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) along the first dimension, dequantised, in any floating dtype."""
+
+    def packed_kind(self, name: str) -> Literal["int4", "int8"] | None:
+        """How `read_packed` can give this tensor; None when only `read` can."""
+
+    def read_packed(self, name: str) -> Int4Blocks | Int8Blocks:
+        """The whole tensor as stored."""
+
+
+class DenseSource:
+    """The packed half of `WeightSource` for sources without packed tensors."""
+
+    def packed_kind(self, name: str) -> Literal["int4", "int8"] | None:
+        return None
+
+    def read_packed(self, name: str) -> Int4Blocks | Int8Blocks:
+        raise AssertionError(f"{name} is not packed")
+
+
+class WeightBuilder:
+    """Hands a model its layers, in its dtype and on its device, and checks that names and shapes fit.
+
+    packed: keep 4-bit weights, and an 8-bit head, packed (CPU, bf16 activations). Rows that a model fuses
+    (q, k, v or gate, up) are written straight into one tensor, so no weight is ever held twice.
+    """
+
+    def __init__(self, source: WeightSource, *, device: torch.device, dtype: torch.dtype, packed: bool = False) -> None:
+        assert not packed or (device.type == "cpu" and dtype == torch.bfloat16), "packed is bf16 on the CPU"
+        self.source, self.device, self.dtype, self.packed = source, device, dtype, packed
+        self._names = source.names()
+        self._read: set[str] = set()
+
+    def vector(self, name: str, size: int) -> Tensor:
+        """A 1-d tensor [size]."""
+        self._check(name, (size,))
+        return self._dense([name], (size,))
+
+    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
+        return RMSNorm(self.vector(name, size), eps)
+
+    def embedding(self, name: str, rows: int, columns: int, *, tied: bool) -> Embedding | PackedEmbedding:
+        """The input embedding; `tied`: `as_head` will be asked for, so an 8-bit table may stay packed."""
+        self._check(name, (rows, columns))
+        packed = self._packed_head(name) if tied else None
+        return Embedding(self._dense([name], (rows, columns))) if packed is None else PackedEmbedding(packed)
+
+    def head(self, name: str, rows: int, columns: int) -> Linear:
+        """An output head of its own; name without the ".weight"."""
+        self._check(name + ".weight", (rows, columns))
+        return self._packed_head(name + ".weight") or self.linear(name, rows, columns)
+
+    def linear(
+        self, names: str | Sequence[str], rows: int | Sequence[int], columns: int, *, bias: bool = False
+    ) -> Linear:
+        """One layer from one or several projections of the same input, in order.
+
+        names: without the ".weight"; rows: output rows of each. With `bias`, each has a ".bias" too.
+        """
+        names = [names] if isinstance(names, str) else list(names)
+        sizes = [rows] if isinstance(rows, int) else list(rows)
+        weights = [name + ".weight" for name in names]
+        for name, n in zip(weights, sizes, strict=True):
+            self._check(name, (n, columns))
+        bias_N = None
+        if bias:
+            biases = [name + ".bias" for name in names]
+            for name, n in zip(biases, sizes, strict=True):
+                self._check(name, (n,))
+            bias_N = self._dense(biases, (sum(sizes),))
+        packs = [self._packs(name, n, columns) for name, n in zip(weights, sizes, strict=True)]
+        if all(packs):
+            return PackedInt4.pack(Int4Blocks.concat([self._int4(name) for name in weights]), bias_N)
+        if not any(packs):
+            return Dense(self._dense(weights, (sum(sizes), columns)), bias_N)
+        parts: list[Linear] = []
+        start = 0
+        for name, n, packed in zip(weights, sizes, packs, strict=True):
+            part_bias = None if bias_N is None else bias_N[start : start + n]
+            start += n
+            if packed:
+                parts.append(PackedInt4.pack(self._int4(name), part_bias))
+            else:
+                parts.append(Dense(self._dense([name], (n, columns)), part_bias))
+        return Columns(parts)
+
+    def finish(self, ignore: Sequence[str] = ()) -> None:
+        """ModelLoadError when tensors are left that no layer asked for; `ignore`: suffixes that may be."""
+        extra = sorted(n for n in self._names - self._read if not n.endswith(tuple(ignore)))
+        if extra:
+            shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
+            raise ModelLoadError(f"the checkpoint has tensors that the model does not: {shown}")
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._names:
+            raise ModelLoadError(f"the checkpoint lacks the tensor {name!r}")
+        found = self.source.shape(name)
+        if found != shape:
+            raise ModelLoadError(f"tensor {name!r} has shape {list(found)}; the config needs {list(shape)}")
+        self._read.add(name)
+
+    def _packs(self, name: str, rows: int, columns: int) -> bool:
+        return self.packed and self.source.packed_kind(name) == "int4" and PackedInt4.fits(rows, columns)
+
+    def _int4(self, name: str) -> Int4Blocks:
+        blocks = self.source.read_packed(name)
+        assert isinstance(blocks, Int4Blocks)
+        return blocks
+
+    def _packed_head(self, name: str) -> PackedInt8 | None:
+        if not self.packed or self.source.packed_kind(name) != "int8":
+            return None
+        blocks = self.source.read_packed(name)
+        assert isinstance(blocks, Int8Blocks)
+        return PackedInt8.pack(blocks)
+
+    def _dense(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+        out = torch.empty(shape, dtype=self.dtype, device=self.device)
+        step = max(1, _CHUNK // math.prod(shape[1:]))
+        at = 0
+        for name in names:
+            rows = self.source.shape(name)[0]
+            for start in range(0, rows, step):
+                stop = min(start + step, rows)
+                out[at + start : at + stop].copy_(self.source.read(name, start, stop))
+            at += rows
+        return out

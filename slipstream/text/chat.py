@@ -1,0 +1,85 @@
+"""Chat templates: a conversation to a prompt, by the Jinja template that came with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from slipstream.errors import InvalidRequestError, UnsupportedError
+from slipstream.text.sandbox import Budget, LimitError, make_environment
+
+MAX_TEMPLATE_CHARS = 1 << 20
+
+
+class ChatTemplate:
+    """One or several named templates of a model.
+
+    sources: name -> Jinja source, "default" and perhaps "tool_use" among them. special_tokens: "bos_token",
+    "eos_token", ... -> text, visible to the template. Compiled on first use: a broken template does not
+    keep the model from loading.
+    """
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str] | None = None) -> None:
+        self._sources = dict(sources)
+        self._special = dict(special_tokens or {})
+        self._compiled: dict[str, jinja2.Template] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._sources)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        name: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """The prompt. Raises InvalidRequestError for bad messages, a failing template or a limit."""
+        _check_messages(messages)
+        if variables.pop("continue_final_message", False):
+            raise UnsupportedError("continue_final_message=True is not supported; end with a user message")
+        compiled = self._template(name, bool(tools))
+        known = {
+            **self._special,
+            **variables,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            **Budget().variables(),
+        }
+        try:
+            return compiled.render(known)
+        except LimitError as error:
+            raise InvalidRequestError(f"chat template over the limit: {error}") from error
+        except Exception as error:  # whatever the template's code ran into is the request's fault
+            raise InvalidRequestError(f"chat template: {str(error)[:200] or type(error).__name__}") from error
+
+    def _template(self, name: str | None, tools: bool) -> jinja2.Template:
+        if name is None:
+            name = "tool_use" if tools and "tool_use" in self._sources else "default"
+            if name not in self._sources and len(self._sources) == 1:
+                name = next(iter(self._sources))
+        source = self._sources.get(name)
+        if source is None:
+            raise InvalidRequestError(f"no chat template {name!r}; there are: {', '.join(self._sources)}")
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise InvalidRequestError(f"chat template has {len(source)} characters; limit {MAX_TEMPLATE_CHARS}")
+        if name not in self._compiled:
+            try:
+                self._compiled[name] = make_environment().from_string(source)
+            except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
+                raise InvalidRequestError(f"chat template does not compile: {str(error)[:200]}") from error
+        return self._compiled[name]
+
+
+def _check_messages(messages: Any) -> None:
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
+        raise InvalidRequestError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(f"messages[{i}] must be an object with a 'role' string")

@@ -1,0 +1,352 @@
+"""What crosses rooms: requests, plans, results. Plain Python and numpy, no torch.
+
+A `FramePlan` goes down from the engine to the device, a `FrameResult` comes up. The host fills a plan
+with *upper bounds* only: what a frame really does (who is still active, how many drafts are verified,
+how many tokens come out) is decided by device state.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import InvalidRequestError, UnsupportedError
+
+MAX_STOP_IDS = 16
+"""Width of a slot's table of stop token ids, end-of-sequence ids included."""
+
+MAX_DRAFTS = 31
+"""Most drafts per slot and frame; the widest row tier is one more."""
+
+_NOT_BUILT: dict[str, Any] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "logit_bias": None,
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "bad_words": None,
+    "logits_processors": None,
+    "guided_decoding": None,
+    "structured_outputs": None,
+    "best_of": None,
+    "use_beam_search": False,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Names and defaults are vLLM's.
+
+    temperature 0 is greedy. `seed` makes the output reproducible: it is then the same for every
+    drafter, batch, number of drafts and run-ahead. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
+    Filters apply in the order min-p, top-k, top-p, each on the renormalised rest.
+
+    Raises InvalidRequestError for values outside the limits, UnsupportedError for fields not built yet.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    # Known from other engines, refused by name until they are built.
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Any = None
+    logprobs: Any = None
+    prompt_logprobs: Any = None
+    bad_words: Any = None
+    logits_processors: Any = None
+    guided_decoding: Any = None
+    structured_outputs: Any = None
+    best_of: Any = None
+    use_beam_search: bool = False
+
+    def __post_init__(self) -> None:
+        for name, off in _NOT_BUILT.items():
+            if getattr(self, name) != off:
+                raise UnsupportedError(f"{name}={getattr(self, name)!r} is not supported yet; leave it at {off!r}")
+        _whole("n", self.n, 1, 128)
+        _real("temperature", self.temperature, 0.0, 100.0)
+        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _whole("top_k", self.top_k, -1, 2**31 - 1)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidRequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        for s in stops:
+            if not isinstance(s, str) or not s:
+                raise InvalidRequestError(f"stop={s!r} must be a non-empty string")
+        if len(stops) > 16:
+            raise InvalidRequestError(f"stop has {len(stops)} strings; the limit is 16")
+        ids = tuple(self.stop_token_ids or ())
+        for i in ids:
+            _whole("stop_token_ids", i, 0, 2**31 - 1)
+        object.__setattr__(self, "stop", stops)
+        object.__setattr__(self, "stop_token_ids", ids)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
+        """As the constructor, but an unknown key is an InvalidRequestError that names it."""
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise InvalidRequestError(f"{name!r} is not a sampling parameter")
+        return cls(**values)
+
+
+def _whole(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidRequestError(f"{name}={value!r} must be a whole number")
+    if not low <= int(value) <= high:
+        raise InvalidRequestError(f"{name}={value} must be between {low} and {high}")
+
+
+def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
+        raise InvalidRequestError(f"{name}={value!r} must be a number")
+    x = float(value)
+    if math.isnan(x) or not low <= x <= high or (open_low and x == low):
+        edge = "above" if open_low else "at least"
+        raise InvalidRequestError(f"{name}={value} must be {edge} {low:g} and at most {high:g}")
+
+
+class VerifyMode(enum.IntEnum):
+    """How a slot's drafts are judged (design: greedy, coupled for seeded requests, rejection)."""
+
+    GREEDY = 0
+    COUPLED = 1
+    REJECTION = 2
+
+
+class FinishCode(enum.IntEnum):
+    """Why the device ended a slot. Stop strings and aborts are the host's, see `finish_reason`."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One sequence to generate, as the engine sees it (child `child` of `params.n`).
+
+    key: 64-bit noise key as a signed int64; from the seed when there is one, else drawn per request.
+    stop_ids: token ids that end it, eos included unless ignore_eos; at most MAX_STOP_IDS.
+    max_len: most tokens the sequence may have, prompt included.
+    needs_ack: the text side looks for stop strings; tokens count as returned only once acknowledged.
+    salt: prefix-cache tenant; sequences share pages only within one salt.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    child: int = 0
+    key: int = 0
+    stop_ids: tuple[int, ...] = ()
+    max_len: int
+    num_drafts: int | None = None
+    needs_ack: bool = False
+    salt: str = ""
+
+    @property
+    def mode(self) -> VerifyMode:
+        if self.params.greedy:
+            return VerifyMode.GREEDY
+        return VerifyMode.REJECTION if self.params.seed is None else VerifyMode.COUPLED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admit:
+    """Control row: give `slot` to a request. All its fields become slot state on the device.
+
+    tokens: every token known so far (prompt, then output kept from before a preemption).
+    start: tokens whose KV is already in the given pages (a prefix hit); a whole number of pages.
+    pages: page ids that cover positions [0, ...) in order.
+    """
+
+    slot: int
+    generation: int
+    request: Request
+    tokens: tuple[int, ...]
+    start: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageAppend:
+    """Control row: page_table[slot, first : first + len(pages)] = pages."""
+
+    slot: int
+    first: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drop:
+    """Control row: deactivate `slot` if it still holds `generation` (abort, cut or preemption)."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillSpan:
+    """`length` prompt rows of `slot` from position `start`; `last` samples the first token."""
+
+    slot: int
+    start: int
+    length: int
+    last: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class FramePlan:
+    """What the host asks of one launch: control rows, then one decode frame, then one prefill chunk.
+
+    decode: slots of the frame, in order; padded to the slot bucket with sink slot 0.
+    rows: R, verified rows of the whole frame, len(decode) <= rows; the device packs at most R.
+    width: most rows any single slot can get.
+    len_ub: upper bound on committed length + rows over the decode slots (attention width).
+    first_page: per decode slot, the first page when all its pages are one ascending run, else -1.
+    sampled / filtered: some decode or prefill-last slot is not greedy / uses top-k, top-p or min-p.
+    rejection / coupled: some slot uses that verification mode. min_tokens: some slot bans stop ids.
+    """
+
+    seq: int
+    drops: tuple[Drop, ...] = ()
+    admits: tuple[Admit, ...] = ()
+    pages: tuple[PageAppend, ...] = ()
+    decode: tuple[int, ...] = ()
+    rows: int = 0
+    width: int = 0
+    len_ub: int = 0
+    first_page: tuple[int, ...] = ()
+    prefill: tuple[PrefillSpan, ...] = ()
+    prefill_first_page: tuple[int, ...] = ()
+    sampled: bool = False
+    filtered: bool = False
+    rejection: bool = False
+    coupled: bool = False
+    min_tokens: bool = False
+
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameResult:
+    """What one launch did; one entry per record: the decode slots, then the spans with `last`.
+
+    tokens [N, W]: emitted tokens, the first n_emitted[i] are valid (0: the slot was inactive).
+    accepted [N]: emitted tokens that came from drafts. drafted [N]: drafts that were verified.
+    finish [N]: FinishCode after the last emitted token. next_drafts [N]: drafts ready for the next frame.
+    """
+
+    seq: int
+    slots: tuple[int, ...]
+    generation_np: IntArray
+    tokens_np: IntArray
+    n_emitted_np: IntArray
+    accepted_np: IntArray
+    drafted_np: IntArray
+    finish_np: IntArray
+    next_drafts_np: IntArray
+    is_prefill: tuple[bool, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenEvent:
+    """Tokens of one request that a collected frame brought, or its end.
+
+    tokens: new token ids, in order. accepted: how many of their first ones came from accepted drafts.
+    finish_reason: None, "stop", "length", "abort" or "error". round_: drafted and accepted of this
+    round, None for a prefill.
+    """
+
+    request_id: str
+    child: int
+    tokens: tuple[int, ...]
+    accepted: int = 0
+    drafted: int | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass
+class SpecStats:
+    """Draft statistics of a request or of an engine.
+
+    A *round* is one decode frame in which the slot was active. accepted <= drafted always.
+    acceptance_length: tokens emitted per round, the bonus token included.
+    accepted_per_position[i]: rounds in which draft i (from 0) was accepted.
+    """
+
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    def add_round(self, *, drafted: int, accepted: int, emitted: int) -> None:
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += emitted
+        for counts, n in ((self.accepted_per_position, accepted), (self.drafted_per_position, drafted)):
+            counts.extend([0] * (n - len(counts)))
+            for i in range(n):
+                counts[i] += 1
+
+    def merge(self, other: SpecStats) -> None:
+        self.rounds += other.rounds
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.emitted += other.emitted
+        for mine, theirs in (
+            (self.accepted_per_position, other.accepted_per_position),
+            (self.drafted_per_position, other.drafted_per_position),
+        ):
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for i, n in enumerate(theirs):
+                mine[i] += n
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rounds": self.rounds,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_length": round(self.acceptance_length, 4),
+            "accepted_per_position": list(self.accepted_per_position),
+            "drafted_per_position": list(self.drafted_per_position),
+        }

@@ -1,0 +1,133 @@
+"""Unseeded sampling keeps the target's law: six tokens, at least three rounds, the engine's own random numbers.
+
+The exact joint law comes from enumerating a tiny target. Sample size: to detect a total variation d over K cells,
+4 N d^2 = 5 sqrt(2 K); with K <= 700 pooled cells, d = 0.08 needs N = 7.3k and d = 0.02 (the full run) N = 117k.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chi2
+
+from slipstream import LLM, SamplingParams
+from slipstream.attention.dense import DenseCausal
+from slipstream.draft.oracle import OracleDrafter
+from slipstream.draft.standalone import StandaloneDrafter
+from slipstream.sampling.processors import process_logits
+from tests.support.tiny import write_tiny_checkpoint
+
+VOCAB, TOKENS = 4, 6
+PROMPT = [1, 3, 0, 1, 3]
+SAMPLES = 117_760 if os.environ.get("SLIPSTREAM_FULL") == "1" else 7_680
+ALPHA = 1e-5
+
+
+@pytest.fixture(scope="module")
+def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("law")
+    small = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    small |= {"num_key_value_heads": 1, "intermediate_size": 32, "spread": 3.0}
+    return {
+        "target": write_tiny_checkpoint(root / "t", seed=4, **small),
+        "draft": write_tiny_checkpoint(root / "d", seed=11, **small),
+    }
+
+
+def exact_law(llm: LLM, params: SamplingParams) -> np.ndarray:
+    """Probability [V] * TOKENS of every continuation, by one dense pass over all of them."""
+    model = llm._built.model
+    law = np.ones((VOCAB,) * TOKENS)
+    with torch.inference_mode():
+        for length in range(TOKENS):
+            table = np.zeros((VOCAB,) * (length + 1))
+            for prefix in itertools.product(range(VOCAB), repeat=length):
+                ids = PROMPT + list(prefix)
+                pos = torch.arange(len(ids))
+                hidden, _ = model.forward(torch.tensor(ids), pos, DenseCausal(pos))
+                one = torch.ones(1)
+                logits = process_logits(
+                    model.logits(hidden[-1:]), one * params.temperature, torch.tensor([params.top_k]),
+                    one * params.top_p, one * params.min_p, None, filtered=True,
+                )  # fmt: skip
+                table[prefix] = logits.double().softmax(1)[0].numpy()
+            law *= table.reshape(table.shape + (1,) * (TOKENS - length - 1))
+    assert abs(law.sum() - 1) < 1e-5
+    return law.ravel()
+
+
+def sample(llm: LLM, params: SamplingParams, count: int) -> tuple[np.ndarray, int]:
+    """Counts of each continuation, and the fewest rounds a sample took with drafts accepted somewhere."""
+    cells = np.zeros(VOCAB**TOKENS, dtype=np.int64)
+    accepted = 0
+    for _ in range(count // (8 * params.n)):
+        for out in llm.generate([PROMPT] * 8, params, use_tqdm=False):
+            accepted += out.spec.accepted
+            for o in out.outputs:
+                cells[int(np.ravel_multi_index(o.token_ids, (VOCAB,) * TOKENS))] += 1
+    return cells, accepted
+
+
+def chi_square_p(cells: np.ndarray, law: np.ndarray) -> float:
+    """p-value with cells of expectation below 5 pooled."""
+    expected = law * cells.sum()
+    small = expected < 5
+    assert cells[law < 1e-12].sum() == 0, "a continuation of probability zero came out"
+    e = np.append(expected[~small], expected[small].sum())
+    o = np.append(cells[~small], cells[small].sum())
+    keep = e > 0
+    assert keep.sum() <= 700
+    statistic = float((((o - e) ** 2)[keep] / e[keep]).sum())
+    return float(chi2.sf(statistic, int(keep.sum()) - 1))
+
+
+def build(dirs: dict[str, Path], drafter: str, run_ahead: int) -> LLM:
+    draft: Any = {"none": None, "ngram": "ngram", "draft": str(dirs["draft"])}.get(drafter)
+    if drafter == "oracle":
+        draft = lambda **kw: OracleDrafter(lambda r: [1, 3, 0, 1, 3, 2, 1, 0, 3, 1, 2, 0, 1, 1, 2], **kw)
+    return LLM(
+        model=str(dirs["target"]), draft=draft, run_ahead=run_ahead, max_slots=64, page_size=1, max_model_len=16,
+        draft_options={"min_n": 1, "gate": False} if drafter == "ngram" else {},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("drafter", "run_ahead", "extra"),
+    [
+        ("none", 1, {}),
+        ("ngram", 1, {}),
+        ("oracle", 2, {"top_k": 3}),
+        ("draft", 1, {}),
+        ("draft", 2, {"top_p": 0.8, "min_p": 0.05}),
+    ],
+    ids=str,
+)
+def test_law_is_the_targets(dirs: dict[str, Path], drafter: str, run_ahead: int, extra: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=1.0, n=64, max_tokens=TOKENS, ignore_eos=True, **extra)
+    with build(dirs, drafter, run_ahead) as llm:
+        cells, accepted = sample(llm, params, SAMPLES)
+        p = chi_square_p(cells, exact_law(llm, params))
+        llm.check_idle()
+    assert drafter == "none" or accepted > SAMPLES // 4, "the test needs accepted drafts"
+    assert p > ALPHA
+
+
+def test_a_wrong_draft_law_is_noticed(dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: drafts sampled from q, judged as if they came from a flatter law."""
+    real = StandaloneDrafter._choose
+
+    def flat(self: StandaloneDrafter, *args: Any) -> Any:
+        token_B, q_BV = real(self, *args)
+        return token_B, None if q_BV is None else (q_BV**0.5) / (q_BV**0.5).sum(1, keepdim=True)
+
+    monkeypatch.setattr(StandaloneDrafter, "_choose", flat)
+    params = SamplingParams(temperature=1.0, n=64, max_tokens=TOKENS, ignore_eos=True)
+    with build(dirs, "draft", 1) as llm:
+        cells, _ = sample(llm, params, SAMPLES)
+        assert chi_square_p(cells, exact_law(llm, params)) < ALPHA

@@ -1,0 +1,257 @@
+"""A device without tensors that is strict about its contract with the host.
+
+KV is a dict page -> {offset: digest of the token history up to that row}, and the next token is a function of
+what the rows *read*: a page that was given to two slots, freed too early or cached under the wrong tokens
+changes the output or trips an assertion. `expected` is the pure function that the engine's output must equal.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.types import FinishCode, FramePlan, FrameResult, Request
+
+
+def digest(previous: int, token: int) -> int:
+    """Digest of a history that ends in `token`; `previous` is that of the history before."""
+    return int.from_bytes(hashlib.blake2b(f"{previous},{token}".encode(), digest_size=8).digest(), "big")
+
+
+def next_token(request: Request, history: int, output_index: int, vocab: int) -> int:
+    """The token after a history (its digest); stop ids are banned while below min_tokens."""
+    ban = request.stop_ids if output_index < request.params.min_tokens else ()
+    allowed = [t for t in range(vocab) if t not in ban]
+    return allowed[digest(history, request.key) % len(allowed)]
+
+
+def expected(request: Request, vocab: int) -> tuple[list[int], str]:
+    """Output tokens and finish reason of plain decoding."""
+    history, out = 0, list[int]()
+    for t in request.prompt_token_ids:
+        history = digest(history, t)
+    while True:
+        token = next_token(request, history, len(out), vocab)
+        history = digest(history, token)
+        out.append(token)
+        if token in request.stop_ids:
+            return out, "stop"
+        if len(request.prompt_token_ids) + len(out) >= request.max_len:
+            return out, "length"
+
+
+@dataclass
+class _Slot:
+    """live: admitted, not finished, not dropped. It decodes once `filled` has reached its tokens."""
+
+    generation: int
+    request: Request
+    tokens: list[int]
+    table: list[int]
+    shared: int
+    filled: int
+    committed: int = 0
+    live: bool = True
+    next_drafts: int = 0
+
+    @property
+    def active(self) -> bool:
+        return self.live and self.committed > 0
+
+
+Record = tuple[int, int, list[int], int, int, FinishCode, int, bool]
+"""slot, generation, tokens, accepted, drafted, finish, next drafts, is prefill"""
+
+
+@dataclass
+class FakeDevice:
+    """drafts(key, position) -> (drafts ready, how many of them are right): the scripted acceptance."""
+
+    num_drafts: int
+    page_size: int
+    run_ahead: int
+    vocab: int
+    drafts: Callable[[int, int], tuple[int, int]]
+    slots: dict[int, _Slot] = field(default_factory=dict)
+    kv: dict[int, dict[int, int]] = field(default_factory=dict)
+    queue: deque[tuple[FrameResult, set[tuple[int, int, int]]]] = field(default_factory=deque)
+    plans: list[FramePlan] = field(default_factory=list)
+    idle_rows: int = 0
+
+    def launch(self, plan: FramePlan) -> None:
+        assert plan.seq == len(self.plans), "launches are numbered without gaps"
+        assert len(self.queue) < self.run_ahead, "more than run_ahead launches uncollected"
+        assert plan.decode or plan.prefill, "an empty launch"
+        self.plans.append(plan)
+        for d in plan.drops:
+            slot = self.slots.get(d.slot)
+            if slot is not None and slot.generation == d.generation:
+                slot.live = False
+        for a in plan.admits:
+            own = a.pages[a.start // self.page_size :]
+            self._claim(a.slot, a.generation, own)
+            assert a.start % self.page_size == 0 and a.start < len(a.tokens)
+            for slot in self.slots.values():
+                assert slot.generation < a.generation, "generation numbers grow"
+            self.slots[a.slot] = _Slot(
+                generation=a.generation,
+                request=a.request,
+                tokens=list(a.tokens),
+                table=list(a.pages),
+                shared=a.start // self.page_size,
+                filled=a.start,
+            )
+        for p in plan.pages:
+            slot = self.slots[p.slot]
+            self._claim(p.slot, slot.generation, p.pages)
+            assert len(slot.table) == p.first, "page table has a gap"
+            slot.table += p.pages
+        self._check_shapes(plan)
+        records = [*self._decode(plan), *self._prefill(plan)]
+        self.queue.append((_result(plan, records), self._touched(plan)))
+
+    def collect(self) -> FrameResult:
+        return self.queue.popleft()[0]
+
+    # -- checks --------------------------------------------------------------------------------
+
+    def _claim(self, slot: int, generation: int, pages: tuple[int, ...]) -> None:
+        """Pages that a slot gets to write: no other live slot has them, no queued launch may touch them."""
+        for page in pages:
+            assert page > 0, "the sink page was given away"
+            for _, touched in self.queue:
+                others = {(s, g) for s, g, p in touched if p == page} - {(slot, generation)}
+                assert not others, f"page {page} is reused while a launch that touches it is queued"
+            for other, state in self.slots.items():
+                if other != slot and state.live:
+                    assert page not in state.table, f"page {page} of live slot {other} was given away"
+        for _, touched in self.queue:
+            assert not {g for s, g, _ in touched if s == slot and g != generation}, f"slot {slot} is reused too early"
+
+    def _touched(self, plan: FramePlan) -> set[tuple[int, int, int]]:
+        named = {s for s in plan.decode if s} | {span.slot for span in plan.prefill}
+        return {(s, self.slots[s].generation, p) for s in named for p in self.slots[s].table}
+
+    def _check_shapes(self, plan: FramePlan) -> None:
+        real = [s for s in plan.decode if s]
+        assert (len(set(real)) == len(real) and len(plan.decode) <= plan.rows) or not plan.decode
+        assert len(plan.first_page) == len(plan.decode) and len(plan.prefill_first_page) == len(plan.prefill)
+        slots = [*zip(plan.decode, plan.first_page, strict=True)]
+        slots += zip((s.slot for s in plan.prefill), plan.prefill_first_page, strict=True)
+        for s, first in slots:
+            table = self.slots[s].table if s else []
+            run = bool(table) and table == list(range(table[0], table[0] + len(table)))
+            assert first == (table[0] if run else -1)
+        sampling = [self.slots[s] for s in (*real, *(p.slot for p in plan.prefill if p.last))]
+        assert plan.sampled == any(not s.request.params.greedy for s in sampling)
+        assert plan.rejection == any(s.request.mode == 2 for s in sampling)
+        assert plan.coupled == any(s.request.mode == 1 for s in sampling)
+        assert plan.min_tokens == any(s.request.params.min_tokens > 0 for s in sampling)
+
+    # -- the frame -----------------------------------------------------------------------------
+
+    def _read(self, slot: _Slot, end: int) -> int:
+        """Attend to the rows [0, end): each must be of this slot's own history."""
+        history = 0
+        for i in range(end):
+            history = digest(history, slot.tokens[i])
+            row = self.kv.get(slot.table[i // self.page_size], {}).get(i % self.page_size)
+            assert row == history, f"KV of position {i} is not that of the slot's own history"
+        return history
+
+    def _write(self, slot: _Slot, position: int, value: int) -> None:
+        index = position // self.page_size
+        assert index >= slot.shared, "a page of the prefix cache was written"
+        assert index < len(slot.table), f"position {position} has no page"
+        self.kv.setdefault(slot.table[index], {})[position % self.page_size] = value
+
+    def _decode(self, plan: FramePlan) -> list[Record]:
+        spare, records = plan.rows - len(plan.decode), list[Record]()
+        for s in plan.decode:
+            slot = self.slots.get(s)
+            if slot is None or not slot.active:
+                self.idle_rows += slot is not None
+                records.append((s, slot.generation if slot else 0, [], 0, 0, FinishCode.NONE, 0, False))
+                continue
+            drafted = min(slot.next_drafts, plan.width - 1, spare)
+            spare -= drafted
+            assert slot.committed + 1 + drafted <= plan.len_ub, "len_ub is no upper bound"
+            records.append(self._round(s, slot, drafted))
+        return records
+
+    def _round(self, s: int, slot: _Slot, drafted: int) -> Record:
+        """Verify the bonus token and `drafted` drafts, of which the script says how many are right."""
+        c, emitted, finish = slot.committed, list[int](), FinishCode.NONE
+        right = min(self.drafts(slot.request.key, c)[1], drafted)
+        history, token = self._read(slot, c), slot.tokens[c]
+        for depth in range(1 + drafted):
+            if depth > right or finish is not FinishCode.NONE:
+                self._write(slot, c + depth, -1)  # a rejected draft's row is written all the same
+                continue
+            history = digest(history, token)
+            self._write(slot, c + depth, history)
+            token, finish = self._sample(slot, history)
+            emitted.append(token)
+        slot.committed += len(emitted)
+        slot.next_drafts = self._ready(slot)
+        return s, slot.generation, emitted, min(len(emitted), right), drafted, finish, slot.next_drafts, False
+
+    def _sample(self, slot: _Slot, history: int) -> tuple[int, FinishCode]:
+        request = slot.request
+        token = next_token(request, history, len(slot.tokens) - len(request.prompt_token_ids), self.vocab)
+        slot.tokens.append(token)
+        finish = FinishCode.NONE
+        if token in request.stop_ids:
+            finish = FinishCode.STOP
+        elif len(slot.tokens) >= request.max_len:
+            finish = FinishCode.LENGTH
+        slot.live = finish is FinishCode.NONE
+        return token, finish
+
+    def _ready(self, slot: _Slot) -> int:
+        k = self.num_drafts if slot.request.num_drafts is None else slot.request.num_drafts
+        return min(self.drafts(slot.request.key, slot.committed)[0], k)
+
+    def _prefill(self, plan: FramePlan) -> list[Record]:
+        records = list[Record]()
+        for span in plan.prefill:
+            slot = self.slots[span.slot]
+            assert span.start == slot.filled and span.length > 0, "prompt rows out of order"
+            history = self._read(slot, span.start)
+            for i in range(span.start, span.start + span.length):
+                history = digest(history, slot.tokens[i])
+                self._write(slot, i, history)
+            slot.filled += span.length
+            assert span.last == (slot.filled == len(slot.tokens))
+            if span.last and slot.live:
+                slot.committed = len(slot.tokens)
+                token, finish = self._sample(slot, history)
+                slot.next_drafts = self._ready(slot)
+                records.append((span.slot, slot.generation, [token], 0, 0, finish, slot.next_drafts, True))
+        return records
+
+
+def _result(plan: FramePlan, records: list[Record]) -> FrameResult:
+    slots, generations, tokens, accepted, drafted, finish, ready, prefill = (
+        zip(*records, strict=True) if records else ((),) * 8
+    )
+    tokens_np = np.full((len(records), max((len(t) for t in tokens), default=1) or 1), -1, dtype=np.int64)
+    for row_np, t in zip(tokens_np, tokens, strict=True):
+        row_np[: len(t)] = t
+    as_np = [np.array(x, dtype=np.int64) for x in (generations, [len(t) for t in tokens], accepted, drafted)]
+    return FrameResult(
+        seq=plan.seq,
+        slots=tuple(slots),
+        generation_np=as_np[0],
+        tokens_np=tokens_np,
+        n_emitted_np=as_np[1],
+        accepted_np=as_np[2],
+        drafted_np=as_np[3],
+        finish_np=np.array([int(f) for f in finish], dtype=np.int64),
+        next_drafts_np=np.array(ready, dtype=np.int64),
+        is_prefill=tuple(prefill),
+    )

@@ -1,0 +1,160 @@
+"""Reading configs: what is understood, and what is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.errors import ModelLoadError, SlipstreamError, UnsupportedError
+from slipstream.models.config import parse_hf_config, read_hf_config, read_json
+from slipstream.models.registry import MODELS, model_class
+from tests.support.tiny import tiny_values
+
+
+def test_values_are_read() -> None:
+    c = parse_hf_config(tiny_values("llama"))
+    assert (c.vocab_size, c.hidden_size, c.num_layers, c.num_heads, c.num_kv_heads) == (96, 32, 2, 4, 2)
+    assert (c.head_dim, c.q_size, c.kv_size, c.intermediate_size) == (8, 32, 16, 64)
+    assert (c.bos_token_id, c.eos_ids, c.torch_dtype) == (1, (2,), "float32")
+    assert not (c.qkv_bias or c.o_bias or c.mlp_bias or c.qk_norm or c.tie_word_embeddings)
+
+
+def test_architecture_sets_biases_and_norms() -> None:
+    qwen2, qwen3 = parse_hf_config(tiny_values("qwen2")), parse_hf_config(tiny_values("qwen3"))
+    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.qkv_bias, qwen3.o_bias, qwen3.qk_norm) == (False, False, True)
+    assert qwen3.head_dim == 12
+    biased = parse_hf_config(tiny_values("llama", attention_bias=True, mlp_bias=True))
+    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+
+
+def test_defaults_follow_from_other_values() -> None:
+    values = tiny_values("llama")
+    for name in ("head_dim", "num_key_value_heads", "architectures", "torch_dtype"):
+        del values[name]
+    c = parse_hf_config(values)
+    assert (c.head_dim, c.num_kv_heads, c.architecture, c.torch_dtype) == (8, 4, "LlamaForCausalLM", None)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_dtype_under_both_names(name: str) -> None:
+    values = tiny_values("llama")
+    del values["torch_dtype"]
+    assert parse_hf_config({**values, name: "torch.bfloat16"}).torch_dtype == "bfloat16"
+
+
+def test_generation_config_names_the_stop_ids() -> None:
+    c = parse_hf_config(tiny_values("llama"), {"eos_token_id": [5, 7, 5], "temperature": 0.6})
+    assert c.eos_ids == (5, 7)
+    assert c.generation["temperature"] == 0.6
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}, "rope_theta": 1.0},
+    ],
+)
+def test_rope_under_old_and_new_names(params: dict[str, Any]) -> None:
+    rope = parse_hf_config(tiny_values("llama", **params)).rope
+    assert (rope.theta, rope.kind, rope.factor) == (5e5, "linear", 2.0)
+
+
+def test_unused_windows_are_accepted() -> None:
+    parse_hf_config(tiny_values("mistral", sliding_window=None))
+    parse_hf_config(tiny_values("mistral", sliding_window=512))
+    parse_hf_config(tiny_values("qwen2", sliding_window=64, use_sliding_window=False))
+    parse_hf_config(tiny_values("qwen2", sliding_window=64))
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("mistral", {"sliding_window": 64}, "sliding_window=64"),
+    ("qwen2", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window=64"),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    ("llama", {"torch_dtype": "int8"}, "torch_dtype='int8'"),
+]
+
+
+@pytest.mark.parametrize(("arch", "changes", "shown"), REFUSED)
+def test_known_but_unsupported_options_are_named(arch: str, changes: dict[str, Any], shown: str) -> None:
+    with pytest.raises(UnsupportedError) as e:
+        parse_hf_config(tiny_values(arch, **changes))
+    assert shown in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+SENSELESS: list[tuple[dict[str, Any], str]] = [
+    ({"hidden_size": None}, "hidden_size"),
+    ({"vocab_size": -4}, "vocab_size=-4"),
+    ({"vocab_size": "many"}, "vocab_size='many'"),
+    ({"num_hidden_layers": True}, "num_hidden_layers=True"),
+    ({"num_hidden_layers": 0}, "num_layers=0"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+    ({"head_dim": 7}, "head_dim=7"),
+    ({"head_dim": None, "hidden_size": 33}, "hidden_size=33"),
+    ({"head_dim": None, "num_attention_heads": 0}, "num_attention_heads=0"),
+    ({"rms_norm_eps": 0.0}, "rms_norm_eps=0.0"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps='small'"),
+    ({"rope_theta": -1.0}, "rope_theta=-1.0"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "'factor'"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor=0"),
+    ({"rope_scaling": "linear"}, "rope_scaling='linear'"),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "'low_freq_factor'"),
+    ({"architectures": None, "model_type": None}, "architectures"),
+]
+
+
+@pytest.mark.parametrize(("changes", "shown"), SENSELESS)
+def test_senseless_values_are_named(changes: dict[str, Any], shown: str) -> None:
+    with pytest.raises(SlipstreamError) as e:
+        parse_hf_config(tiny_values("llama", **changes))
+    assert shown in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("", "is empty"), ("  \n", "is empty"), ("{", "not valid JSON"), ("[1]", "list"), ("{}", "empty")],
+)
+def test_broken_json(tmp_path: Path, text: str, shown: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=shown):
+        read_hf_config(tmp_path)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        read_json(tmp_path / "config.json")
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ModelLoadError, match="cannot be read"):
+        read_json(tmp_path / "config.json")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(ModelLoadError, match="not valid JSON"):
+        read_json(tmp_path / "deep.json")
+
+
+def test_registry_lists_what_it_knows() -> None:
+    assert model_class("MistralForCausalLM").__name__ == "Llama"
+    for name in MODELS:
+        assert model_class(name)
+    with pytest.raises(ModelLoadError) as e:
+        model_class("GPT2LMHeadModel")
+    assert "'GPT2LMHeadModel'" in str(e.value)
+    assert "Qwen3ForCausalLM" in str(e.value)
+
+
+def test_third_party_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    from slipstream.models import registry
+
+    point = EntryPoint("ToyForCausalLM", "slipstream.models.llama:Llama", registry.GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.GROUP else [])
+    assert registry.model_class("ToyForCausalLM").__name__ == "Llama"
+    with pytest.raises(ModelLoadError, match="ToyForCausalLM"):
+        registry.model_class("OtherForCausalLM")

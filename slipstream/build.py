@@ -15,6 +15,7 @@ from slipstream.device.state import SlotState
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
 from slipstream.errors import ConfigError
+from slipstream.memory.host import keep_large_temporaries
 from slipstream.memory.kv import KVPages
 from slipstream.models.loader import LoadedModel, load_model
 from slipstream.text import Tokenizer
@@ -37,6 +38,8 @@ class Built:
 def build(config: LLMConfig) -> Built:
     """Load and wire everything. Raises ConfigError and ModelLoadError before anything runs."""
     device = _device(config.device)
+    if device.type == "cpu":
+        keep_large_temporaries()
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     loaded = _load(config, config.model, device)
@@ -56,7 +59,7 @@ def build(config: LLMConfig) -> Built:
     )
     context = min(m.config.max_position_embeddings for m in kv_models)
     engine = resolve_engine(
-        config, context=context, num_drafts=num_drafts, kv_bytes_per_token=token_bytes,
+        config, context=context, num_drafts=num_drafts, lookahead=num_drafts if draft_loaded else 0, kv_bytes_per_token=token_bytes,
         memory_bytes=_kv_budget(device), on_cpu=device.type == "cpu",
     )  # fmt: skip
     real = torch.float64 if model.dtype == torch.float64 else torch.float32

@@ -1,9 +1,9 @@
 """Paged attention in torch: the reference, and the CPU backend.
 
 Rows of one slot are packed with the query heads that share a kv head into one matrix per (slot, kv head).
-Two facts about torch's CPU kernels make results independent of how rows are grouped (bf16 and float64; see
-docs/log.md): a product with fewer than 8 rows takes another path, so the grid is padded to at least 8; and
-the number of columns is a multiple of 32.
+Two facts about torch's CPU kernels make results independent, bit for bit, of how rows are grouped in bf16 (see
+docs/log.md; wider types agree to rounding): a product with fewer than 8 rows takes another path, so the grid is
+padded to at least 8; and the number of columns is a multiple of 32.
 """
 
 from __future__ import annotations

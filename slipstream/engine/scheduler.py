@@ -43,7 +43,12 @@ class Scheduler:
         if len(self.waiting) >= limit:
             raise InvalidRequestError(f"{len(self.waiting)} requests are waiting; the limit is max_waiting={limit}")
         self._arrivals += 1
-        self.sequences[key] = seq = Sequence(request=request, arrival=self._arrivals, num_drafts=num_drafts)
+        self.sequences[key] = seq = Sequence(
+            request=request,
+            arrival=self._arrivals,
+            num_drafts=num_drafts,
+            lookahead=min(self.config.lookahead, num_drafts),
+        )
         self.enqueue(seq)
 
     def enqueue(self, seq: Sequence) -> None:
@@ -85,7 +90,7 @@ class Scheduler:
     def plan(self, seq: int) -> FramePlan | None:
         """The plan of launch `seq`, or None when there is nothing to run."""
         decoding, rows, width = self._choose_decode()
-        len_ub = max((s.cover(min(width, s.most_rows)) for s in decoding), default=0)
+        len_ub = max((s.reach(min(width, s.most_rows)) for s in decoding), default=0)
         appends = self._cover(decoding, width, seq)
         admits: list[Admit] = []
         spans = self._choose_prefill(bool(decoding), admits, seq)

@@ -36,6 +36,7 @@ class Sequence:
     request: Request
     arrival: int
     num_drafts: int
+    lookahead: int = 0
     state: State = State.WAITING
     outputs: list[int] = field(default_factory=list)
     acked: int = 0
@@ -85,7 +86,14 @@ class Sequence:
         return min(self.length + sum(rows for _, rows in self.queued), self.request.max_len)
 
     def cover(self, rows: int) -> int:
-        """Positions that need pages so that one more frame of `rows` rows is safe."""
+        """Positions that need pages so that one more frame of `rows` rows is safe.
+
+        A drafter with KV of its own writes `lookahead` positions beyond the rows, but none past the limit.
+        """
+        return min(self.len_ub + rows + self.lookahead, self.request.max_len + self.most_rows)
+
+    def reach(self, rows: int) -> int:
+        """Bound on position + 1 over the rows that the next frame verifies."""
         return self.len_ub + rows
 
     @property

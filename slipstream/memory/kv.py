@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,8 +31,10 @@ class KVPages:
     ) -> None:
         shape = (num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim)
         try:
-            self.data = torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as e:
+            self.data = (
+                _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+            )
+        except (RuntimeError, MemoryError) as e:
             need = self.bytes_for(num_layers, num_pages + 1, page_size, num_kv_heads, head_dim, dtype)
             raise ConfigError(f"no memory for {num_pages} KV pages ({need / 2**20:.0f} MiB); lower num_pages") from e
         self.page_size = page_size
@@ -51,3 +56,8 @@ class KVPages:
     def clear(self, pages_P: Tensor) -> None:
         """Zero pages [P] (int64 ids) that are about to belong to a new owner."""
         self.data.index_fill_(2, pages_P, 0)
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros whose memory the operating system hands out on first use; torch.zeros would touch every page now."""
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

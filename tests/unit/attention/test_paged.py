@@ -1,0 +1,116 @@
+"""Paged attention against the dense reference: ragged rows, gathers and runs, poison, and grouping of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.attention.dense import DenseCausal
+from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots
+from slipstream.memory.kv import KVPages
+
+N, K, D = 6, 2, 16
+
+
+def pages(page_size: int, dtype: torch.dtype, total: int = 64) -> KVPages:
+    return KVPages(
+        num_layers=1, num_pages=total, page_size=page_size, num_kv_heads=K, head_dim=D, dtype=dtype,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+class Slots:
+    """Random sequences in a paged cache, with the dense answer beside it."""
+
+    def __init__(self, lengths: list[int], page_size: int, dtype: torch.dtype, *, runs: bool, seed: int = 0) -> None:
+        g = torch.Generator().manual_seed(seed)
+        total = sum(-(-(n + 8) // page_size) for n in lengths) + 4
+        self.kv = pages(page_size, dtype, total)
+        self.q = [torch.randn(n, N, D, generator=g, dtype=torch.float64).to(dtype) for n in lengths]
+        self.k = [torch.randn(n, K, D, generator=g, dtype=torch.float64).to(dtype) for n in lengths]
+        self.v = [torch.randn(n, K, D, generator=g, dtype=torch.float64).to(dtype) for n in lengths]
+        ids = list(range(1, total + 1)) if runs else (torch.randperm(total, generator=g) + 1).tolist()
+        width = max(-(-(n + 8) // page_size) for n in lengths)
+        self.table = torch.zeros(len(lengths) + 1, width, dtype=torch.int64)
+        for i, n in enumerate(lengths):
+            for j in range(-(-n // page_size)):
+                self.table[i + 1, j] = ids.pop(0)
+
+    def attend(self, rows: list[tuple[int, int]], first_page: tuple[int, ...] = ()) -> torch.Tensor:
+        """rows: (sequence, how many of its last positions); earlier ones are written to the cache first."""
+        slots, pos, q, k, v = [], [], [], [], []
+        width = max(w for _, w in rows)
+        for i, w in rows:
+            n = len(self.q[i])
+            early = torch.arange(n - w)
+            where = cache_slots(self.table, torch.full_like(early, i + 1), early, self.kv.page_size)
+            self.kv.flat[0][0][where] = self.k[i][: n - w]
+            self.kv.flat[0][1][where] = self.v[i][: n - w]
+            slots += [i + 1] * w
+            pos += range(n - w, n)
+            q.append(self.q[i][n - w :]), k.append(self.k[i][n - w :]), v.append(self.v[i][n - w :])
+        slot_R, pos_R = torch.tensor(slots), torch.tensor(pos)
+        start, row_of, cells = 0, [], []
+        for b, (_, w) in enumerate(rows):
+            row_of.append([start + min(d, w - 1) for d in range(width)])
+            cells += [b * width + d for d in range(w)]
+            start += w
+        grid = RowGrid(
+            pos_BW=pos_R[torch.tensor(row_of)], row_of_BW=torch.tensor(row_of), cell_of_R=torch.tensor(cells)
+        )
+        attention = PagedAttention(
+            self.kv, grid=grid, cache_slot_R=cache_slots(self.table, slot_R, pos_R, self.kv.page_size),
+            table_BP=self.table[torch.tensor([i + 1 for i, _ in rows])], len_ub=int(pos_R.max()) + 1,
+            heads_per_kv=N // K, mask_dtype=self.kv.data.dtype, first_page=first_page,
+        )  # fmt: skip
+        return attention.attend(0, torch.cat(q), torch.cat(k), torch.cat(v))
+
+    def dense(self, i: int, w: int) -> torch.Tensor:
+        pos = torch.arange(len(self.q[i]))
+        return DenseCausal(pos).attend(0, self.q[i], self.k[i], self.v[i])[-w:]
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16, 32])
+@pytest.mark.parametrize("runs", [False, True])
+def test_ragged_rows_equal_dense(page_size: int, runs: bool) -> None:
+    s = Slots([3, 70, 33, 1], page_size, torch.float64, runs=runs)
+    out = s.attend([(1, 4), (0, 1), (3, 1), (2, 2)])
+    want = torch.cat([s.dense(1, 4), s.dense(0, 1), s.dense(3, 1), s.dense(2, 2)])
+    assert torch.allclose(out, want, atol=1e-12)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 100])
+def test_a_lone_run_is_read_in_place(length: int) -> None:
+    s = Slots([length], 32, torch.float64, runs=True)
+    w = min(3, length)
+    assert torch.allclose(s.attend([(0, w)], (int(s.table[1, 0]),)), s.dense(0, w), atol=1e-12)
+
+
+def test_foreign_and_sink_pages_may_hold_nan() -> None:
+    s = Slots([40, 3], 16, torch.float64, runs=False)
+    owned = set(s.table.flatten().tolist()) - {0}
+    for page in range(s.kv.num_pages + 1):
+        if page not in owned:
+            s.kv.data[:, :, page] = float("nan")
+    out = s.attend([(0, 2), (1, 1)])
+    assert torch.allclose(out, torch.cat([s.dense(0, 2), s.dense(1, 1)]), atol=1e-12)
+
+
+def test_results_do_not_depend_on_grouping() -> None:
+    """bf16, bit for bit: one row or eight, alone or in a batch, gathered or in place, few columns or many."""
+    lengths = [130, 61, 9, 300]
+    batch = Slots(lengths, 32, torch.bfloat16, runs=True)
+    out = batch.attend([(0, 8), (1, 3), (2, 1), (3, 8)])
+    at = 0
+    for i, w in ((0, 8), (1, 3), (2, 1), (3, 8)):
+        for alone in range(1, w + 1):
+            run = (int(batch.table[i + 1, 0]),)
+            assert torch.equal(batch.attend([(i, alone)], run), out[at + w - alone : at + w]), (i, alone)
+            assert torch.equal(batch.attend([(i, alone)]), out[at + w - alone : at + w]), (i, alone)
+        at += w
+
+
+def test_positions_past_the_table_go_to_the_sink() -> None:
+    table = torch.tensor([[0, 0], [4, 5]])
+    slot, pos = torch.tensor([1, 1, 1, 0]), torch.tensor([3, 7, 8, 100])
+    assert cache_slots(table, slot, pos, 4).tolist() == [4 * 4 + 3, 5 * 4 + 3, 0, 0]

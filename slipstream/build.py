@@ -59,7 +59,8 @@ def build(config: LLMConfig) -> Built:
     )
     context = min(m.config.max_position_embeddings for m in kv_models)
     engine = resolve_engine(
-        config, context=context, num_drafts=num_drafts, lookahead=num_drafts if draft_loaded else 0, kv_bytes_per_token=token_bytes,
+        config, context=context, num_drafts=num_drafts, lookahead=num_drafts if draft_loaded else 0,
+        kv_bytes_per_token=token_bytes,
         memory_bytes=_kv_budget(device), on_cpu=device.type == "cpu",
     )  # fmt: skip
     real = torch.float64 if model.dtype == torch.float64 else torch.float32

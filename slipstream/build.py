@@ -10,11 +10,11 @@ import torch
 
 from slipstream.config import DEFAULT_DRAFTS, EngineConfig, LLMConfig, resolve_engine
 from slipstream.device.frame import Frame
-from slipstream.device.runner import EagerDevice
+from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelLoadError
 from slipstream.memory.host import keep_large_temporaries
 from slipstream.memory.kv import KVPages
 from slipstream.models.loader import LoadedModel, load_model
@@ -30,7 +30,7 @@ class Built:
     generation_config: dict[str, Any]
     eos_ids: tuple[int, ...]
     engine_config: EngineConfig
-    device: EagerDevice
+    device: Device
     resolved: dict[str, Any]
     notes: list[str]
 
@@ -48,7 +48,10 @@ def build(config: LLMConfig) -> Built:
     num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts
     draft_loaded = None
     if num_drafts and isinstance(config.draft, str) and config.draft not in ("none", "ngram"):
-        draft_loaded = _load(config, config.draft, device)
+        try:
+            draft_loaded = _load(config, config.draft, device)
+        except ModelLoadError as error:
+            raise ModelLoadError(f'draft={config.draft!r} is neither "ngram" nor a model that loads: {error}') from None
         _check_draft(config, loaded, draft_loaded, tokenizer)
     if config.draft == "none":
         num_drafts = 0
@@ -68,9 +71,15 @@ def build(config: LLMConfig) -> Built:
     drafter = _drafter(config, engine, draft_loaded, device, real) if num_drafts else None
     state = SlotState(
         max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
-        num_drafts=num_drafts, device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None,
+        num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy),
+        device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None,
     )  # fmt: skip
-    frame = Frame(model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance)
+    fused, workspace = _kernels(model, kv, device)
+    frame = Frame(
+        model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance, fused=fused,
+        workspace=workspace,
+    )  # fmt: skip
+    graphs = _graphs(config, frame, engine, device)
     resolved = {
         "model": config.model or "default",
         "architecture": model.config.architecture,
@@ -82,7 +91,8 @@ def build(config: LLMConfig) -> Built:
     }
     return Built(
         model=model, tokenizer=tokenizer, generation_config=loaded.generation_config,
-        eos_ids=_eos_ids(loaded, tokenizer), engine_config=engine, device=EagerDevice(frame),
+        eos_ids=_eos_ids(loaded, tokenizer), engine_config=engine,
+        device=Device(frame, run_ahead=engine.run_ahead, graphs=graphs),
         resolved=resolved, notes=list(loaded.notes),
     )  # fmt: skip
 
@@ -146,6 +156,30 @@ def _pages(model: Any, engine: EngineConfig, device: torch.device) -> KVPages:
         num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size,
         num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=model.dtype, device=device,
     )  # fmt: skip
+
+
+def _kernels(model: Any, kv: KVPages, device: torch.device) -> tuple[Any, Any]:
+    """On a GPU: the target's pass as fused kernels where they fit it, and the kernels' scratch."""
+    if device.type != "cuda":
+        return None, None
+    from slipstream.kernels.workspace import Workspace
+    from slipstream.models.fused import FusedDecoder
+
+    workspace = Workspace(device)
+    return (FusedDecoder(model, kv, workspace) if FusedDecoder.fits(model) else None), workspace
+
+
+def _graphs(config: LLMConfig, frame: Frame, engine: EngineConfig, device: torch.device) -> Any:
+    """On a GPU: every decode frame captured, unless cuda_graphs is off."""
+    if device.type != "cuda" or not config.cuda_graphs:
+        return None
+    from slipstream.device.graphs import FrameGraphs
+
+    graphs = FrameGraphs(
+        frame, buckets=engine.slot_buckets, tiers=engine.row_tiers, len_ub=engine.max_model_len + engine.num_drafts + 1
+    )
+    graphs.report = graphs.capture()
+    return graphs
 
 
 def _drafter(

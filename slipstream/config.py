@@ -101,6 +101,7 @@ class LLMConfig:
     prefix_cache: bool = True
     slot_buckets: tuple[int, ...] = ()
     row_tiers: tuple[int, ...] = ()
+    cuda_graphs: bool = True
     synthetic_acceptance: float | None = None
 
     @classmethod
@@ -162,6 +163,11 @@ def resolve_engine(
     else:
         wanted = min(max_slots * one, max(one, 32768 // page_size))
         num_pages = max(one, min(wanted, memory_bytes // (kv_bytes_per_token * page_size)))
+    buckets, tiers = tuple(user.slot_buckets), tuple(user.row_tiers)
+    if not on_cpu:  # captured frames need fixed shapes
+        powers = {2**i for i in range(max_slots.bit_length())}
+        buckets = buckets or tuple(sorted(powers | {max_slots}))
+        tiers = tiers or tuple(sorted({1, num_drafts + 1}))
     chunk = user.prefill_chunk if user.prefill_chunk is not None else (256 if on_cpu else 2048)
     return EngineConfig(
         max_slots=max_slots,
@@ -174,6 +180,6 @@ def resolve_engine(
         prefill_chunk=chunk,
         prefill_chunk_busy=min(chunk, 32 if on_cpu else 512),
         prefix_cache=user.prefix_cache,
-        slot_buckets=tuple(user.slot_buckets),
-        row_tiers=tuple(user.row_tiers),
+        slot_buckets=buckets,
+        row_tiers=tiers,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +23,16 @@ Prompt = str | Sequence[int]
 
 @dataclass
 class _Live:
-    """A request in flight: its output so far, one text stream per child."""
+    """A request in flight: its output so far, one text stream per child.
+
+    unread: chunks that a caller of `stream` has not taken yet; None when nobody reads chunks.
+    """
 
     output: RequestOutput
     streams: list[TextStream]
     needs_ack: bool
     open: set[int] = field(default_factory=set)
+    unread: deque[StreamChunk] | None = None
 
 
 class LLM:
@@ -107,11 +112,16 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Yield chunks as frames are collected; leaving the iterator early aborts the request."""
         request_id = self._submit(*self._prepare(prompt, params or self.default_sampling_params()))
+        # Other calls may turn the engine between two chunks; what they bring for this request waits here.
+        unread = self._live[request_id].unread = deque()
         finished = False
         try:
             while not finished:
-                for chunk in self._step(only=request_id):
-                    finished = finished or chunk.output is not None
+                if not unread:
+                    self._step()
+                while unread:
+                    chunk = unread.popleft()
+                    finished = chunk.output is not None
                     yield chunk
         finally:
             if not finished:
@@ -217,7 +227,7 @@ class LLM:
 
     # -- the loop -------------------------------------------------------------------------------------------
 
-    def _step(self, only: str | None = None) -> list[StreamChunk]:
+    def _step(self) -> list[StreamChunk]:
         """One turn of the engine; its tokens become text here, and cuts go back at once."""
         chunks = []
         for event in self._engine.step():
@@ -225,8 +235,9 @@ class LLM:
             if live is None or event.child not in live.open:
                 continue
             chunk = self._take(live, event)
-            if only is None or event.request_id == only:
-                chunks.append(chunk)
+            chunks.append(chunk)
+            if live.unread is not None:
+                live.unread.append(chunk)
         return chunks
 
     def _take(self, live: _Live, event: TokenEvent) -> StreamChunk:

@@ -1,9 +1,9 @@
 """Paged attention in torch: the reference, and the CPU backend.
 
 Rows of one slot are packed with the query heads that share a kv head into one matrix per (slot, kv head).
-Two facts about torch's CPU kernels make results independent, bit for bit, of how rows are grouped in bf16 (see
-docs/log.md; wider types agree to rounding): a product with fewer than 8 rows takes another path, so the grid is
-padded to at least 8; and the number of columns is a multiple of 32.
+torch's CPU kernel works in blocks of queries and of 512 columns; how a sum is split depends on the size of the last
+block. `padded_columns` and `padded_rows` keep out of the sizes that differ, so that in bf16 a row's result is the
+same, bit for bit, however rows are grouped (docs/log.md; wider types agree to rounding).
 """
 
 from __future__ import annotations
@@ -19,6 +19,26 @@ from slipstream.memory.kv import KVPages
 
 MIN_QUERY_ROWS = 8
 COLUMNS = 32
+KEY_BLOCK = 512
+
+
+def padded_columns(length: int) -> int:
+    """Columns to attend over for `length` visible ones: a multiple of 32 whose last block is at most 192 or at
+    least 384 of 512."""
+    columns = -(-length // COLUMNS) * COLUMNS
+    tail = columns % KEY_BLOCK
+    return columns + 384 - tail if 192 < tail < 384 else columns
+
+
+def padded_rows(width: int, heads_per_kv: int) -> int:
+    """Rows per slot so that the last block of packed queries is full or has at least 8."""
+    width = max(width, -(-MIN_QUERY_ROWS // heads_per_kv))
+    while True:
+        queries = width * heads_per_kv
+        tail = queries % (32 if queries < 192 else 64 if queries < 768 else 256)
+        if tail == 0 or tail >= MIN_QUERY_ROWS:
+            return width
+        width += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +77,29 @@ class PagedAttention:
         heads_per_kv: int,
         mask_dtype: torch.dtype,
         first_page: Sequence[int] = (),
+        clean: bool = False,
     ) -> None:
         """table_BP: page table rows of the B slots. len_ub: host bound on position + 1 over the grid.
 
         first_page: per slot, where its pages are one ascending run (a host fact), else -1; a lone slot's
-        run is read in place instead of being gathered.
+        run is read in place instead of being gathered. clean: zero what is gathered beyond the last visible column,
+        for caches whose pages are not zeroed when they change hands.
         """
         slots, width = grid.pos_BW.shape
         self.kv = kv
         self.cache_slot_R = cache_slot_R
         self.width = width
-        self.pad = max(width, -(-MIN_QUERY_ROWS // heads_per_kv))
+        self.pad = padded_rows(width, heads_per_kv)
         self.group = heads_per_kv
         self.grid = grid
         page = kv.page_size
-        columns = -(-len_ub // COLUMNS) * COLUMNS
+        self.columns = columns = padded_columns(len_ub)
         num_pages = -(-columns // page)
-        lone = slots == 1 and len(first_page) == 1 and first_page[0] > 0 and page % COLUMNS == 0
-        self.run_start = first_page[0] * page if lone else -1
-        columns = num_pages * page
-        self.columns = columns
-        if not lone:
+        lone = slots == 1 and len(first_page) == 1 and first_page[0] > 0
+        # In place, masked columns may belong to others: finite numbers, times a probability of zero.
+        fits = lone and first_page[0] * page + columns <= kv.flat[0][0].shape[0]
+        self.run_start = first_page[0] * page if fits else -1
+        if not fits:
             have = min(num_pages, table_BP.shape[1])
             wanted_BP = table_BP[:, :have]
             if have < num_pages:
@@ -88,6 +110,7 @@ class PagedAttention:
         if self.pad > width:
             pos_BW = torch.cat([pos_BW, pos_BW[:, -1:].expand(slots, self.pad - width)], 1)
         column_L = torch.arange(columns, device=pos_BW.device)
+        self.seen_BL11 = (column_L <= pos_BW.amax(1, keepdim=True))[:, :, None, None] if clean else None
         hidden = column_L > pos_BW[:, :, None]
         mask_BWL = torch.zeros(hidden.shape, dtype=mask_dtype, device=pos_BW.device).masked_fill_(hidden, float("-inf"))
         mask = mask_BWL[:, None, :, None, :].expand(slots, 1, self.pad, heads_per_kv, columns)
@@ -105,8 +128,10 @@ class PagedAttention:
             v = flat_v.narrow(0, self.run_start, self.columns).view(1, self.columns, kv_heads, dim)
         else:
             paged_k, paged_v = self.kv.paged[layer]
-            k = paged_k.index_select(0, self.pages).view(slots, self.columns, kv_heads, dim)
-            v = paged_v.index_select(0, self.pages).view(slots, self.columns, kv_heads, dim)
+            k = paged_k.index_select(0, self.pages).view(slots, -1, kv_heads, dim)[:, : self.columns]
+            v = paged_v.index_select(0, self.pages).view(slots, -1, kv_heads, dim)[:, : self.columns]
+        if self.seen_BL11 is not None:
+            k, v = torch.where(self.seen_BL11, k, 0), torch.where(self.seen_BL11, v, 0)
         grid = self.grid
         if grid.row_of_BW is None:
             q = q_RND.view(slots, self.width, heads, dim)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from slipstream.attention.paged import PagedAttention, PrefillAttention, RowGrid, cache_slots
+from slipstream.attention.protocol import AttentionContext
 from slipstream.device.state import SlotState
 from slipstream.draft.protocol import Drafter, DraftView, PrefillView
 from slipstream.memory.kv import KVPages
@@ -20,6 +21,12 @@ from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
 from slipstream.types import FinishCode, FramePlan, PrefillSpan
 from slipstream.verify import DenseQ, OneHot, VerifyRows, verify
+
+if TYPE_CHECKING:
+    from slipstream.kernels.workspace import Workspace
+    from slipstream.models.fused import FusedDecoder
+
+RECORD_COLUMNS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +57,13 @@ class Record:
     finish_B: Tensor
     next_drafts_B: Tensor
 
+    def pack(self) -> Tensor:
+        """int64 [B, RECORD_COLUMNS + W]: generation, emitted, accepted, drafted, finish, next drafts, tokens."""
+        counts = (
+            self.generation_B, self.n_emitted_B, self.accepted_B, self.drafted_B, self.finish_B, self.next_drafts_B,
+        )  # fmt: skip
+        return torch.cat([torch.stack(counts, 1), self.token_BW], 1)
+
 
 def pack_rows(state: SlotState, slot_B: Tensor, *, rows: int, width: int) -> Rows:
     """Pack at most `rows` rows: one for every active slot's bonus token, then its drafts, in slot order.
@@ -59,7 +73,7 @@ def pack_rows(state: SlotState, slot_B: Tensor, *, rows: int, width: int) -> Row
     """
     device = slot_B.device
     slots = slot_B.shape[0]
-    active_B = state.active_S[slot_B].to(torch.int64)
+    active_B = state.active_S[slot_B]
     committed_B = state.committed_S[slot_B]
     extra_B = state.draft_count_S[slot_B].clamp(max=width - 1) * active_B
     room_B = rows - active_B.sum() - (extra_B.cumsum(0) - extra_B)
@@ -94,45 +108,61 @@ class Frame:
         state: SlotState,
         drafter: Drafter | None,
         synthetic: float | None = None,
+        fused: FusedDecoder | None = None,
+        workspace: Workspace | None = None,
     ) -> None:
+        """fused, workspace: on a GPU, the target's pass as kernels, and the kernels' scratch."""
         self.model = model
         self.kv = kv
         self.state = state
         self.drafter = drafter
         self.synthetic = synthetic
+        self.fused, self.workspace = fused, workspace
+        self.clears_pages = workspace is None  # the kernels never look at masked columns
         self.heads_per_kv = model.config.num_heads // model.config.num_kv_heads
 
     def decode(self, plan: FramePlan, slot_B: Tensor) -> Record:
         """Verify each slot's pending rows, commit what was accepted and draft for the next frame."""
         state = self.state
         rows = pack_rows(state, slot_B, rows=plan.rows, width=plan.width)
-        attention = PagedAttention(
-            self.kv,
-            grid=rows.grid,
-            cache_slot_R=cache_slots(state.table_SP, rows.slot_R, rows.pos_R, self.kv.page_size),
-            table_BP=state.table_SP[slot_B],
-            len_ub=plan.len_ub,
-            heads_per_kv=self.heads_per_kv,
-            mask_dtype=self.kv.data.dtype,
-            first_page=plan.first_page,
-        )
-        hidden_RH, _ = self.model.forward(rows.token_R, rows.pos_R, attention)
-        logits_RV = self.model.logits(hidden_RH)
+        logits_RV, target_R = self._target(plan, rows, slot_B)
         row_of_BW = rows.grid.row_of_BW
         if row_of_BW is None:
             row_of_BW = torch.arange(plan.rows, device=slot_B.device).view(1, -1)
         return self._finish(
-            plan, slot_B, logits_RV, rows.owner_R, rows.pos_R, row_of_BW, rows.rows_B,
+            plan, slot_B, logits_RV, target_R, rows.owner_R, rows.pos_R, row_of_BW, rows.rows_B,
             fresh=False, len_ub=plan.len_ub, first_page=plan.first_page,
         )  # fmt: skip
 
-    def prefill(self, plan: FramePlan, spans: Sequence[PrefillSpan], last_B: Tensor | None) -> Record | None:
-        """Run prompt rows; spans with `last` (slots last_B) sample their first token and start to decode."""
+    def _target(self, plan: FramePlan, rows: Rows, slot_B: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits [R, V] of the rows; their argmax too where the pass yields it, and then, in a greedy frame, alone."""
+        table_SP = self.state.table_SP
+        if self.fused is not None and plan.rows <= self.fused.max_rows:
+            wanted = plan.sampled or plan.min_tokens
+            out = self.fused.run(rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted)
+            return out.logits_RV, None if wanted else out.target_R
+        cache_slot_R = cache_slots(table_SP, rows.slot_R, rows.pos_R, self.kv.page_size)
+        attention: AttentionContext
+        if self.workspace is not None:
+            from slipstream.attention.kernel import KernelAttention
+
+            attention = KernelAttention(
+                self.kv, table_SP=table_SP, slot_R=rows.slot_R, pos_R=rows.pos_R, cache_slot_R=cache_slot_R,
+                workspace=self.workspace,
+            )  # fmt: skip
+        else:
+            attention = PagedAttention(
+                self.kv, grid=rows.grid, cache_slot_R=cache_slot_R, table_BP=table_SP[slot_B], len_ub=plan.len_ub,
+                heads_per_kv=self.heads_per_kv, mask_dtype=self.kv.data.dtype, first_page=plan.first_page,
+            )  # fmt: skip
+        hidden_RH, _ = self.model.forward(rows.token_R, rows.pos_R, attention)
+        return self.model.logits(hidden_RH), None
+
+    def prefill(self, plan: FramePlan, spans: Sequence[PrefillSpan], num_last: int) -> Record | None:
+        """Run prompt rows; the num_last spans with `last` sample their first token and start to decode."""
         state, device = self.state, self.state.device
-        slot_list = [s.slot for s in spans for _ in range(s.length)]
-        pos_list = [p for s in spans for p in range(s.start, s.start + s.length)]
-        slot_R = torch.tensor(slot_list, dtype=torch.int64).to(device)
-        pos_R = torch.tensor(pos_list, dtype=torch.int64).to(device)
+        total = sum(s.length for s in spans)
+        slot_R, pos_R = state.chunk_slot_R[:total], state.chunk_pos_R[:total]
         token_R = state.history_SL[slot_R, pos_R]
         cache_slot_R = cache_slots(state.table_SP, slot_R, pos_R, self.kv.page_size)
         attentions, at = [], 0
@@ -146,7 +176,8 @@ class Frame:
                 len_ub=span.start + span.length,
                 heads_per_kv=self.heads_per_kv,
                 mask_dtype=self.kv.data.dtype,
-                first_page=(first_page,),
+                first_page=(first_page,) if self.clears_pages else (),
+                clean=not self.clears_pages,
             )
             attentions.append((span.length, attention))
             at = end
@@ -162,20 +193,14 @@ class Frame:
                     spans=packed,
                 )
             )
-        if last_B is None:
+        if num_last == 0:
             return None
-        ends, at = [], 0
-        for span in spans:
-            at += span.length
-            if span.last:
-                ends.append(at - 1)
-        row_B = torch.tensor(ends, dtype=torch.int64).to(device)
-        state.active_S[last_B] = True
+        row_B, last_B = state.last_row_B[:num_last], state.last_slot_B[:num_last]
         logits_BV = self.model.logits(hidden_RH[row_B])
         one_B = torch.ones_like(last_B)
         index_B = torch.arange(last_B.shape[0], device=device)
         return self._finish(
-            plan, last_B, logits_BV, index_B, pos_R[row_B], index_B[:, None], one_B,
+            plan, last_B, logits_BV, None, index_B, pos_R[row_B], index_B[:, None], one_B,
             fresh=True,
             len_ub=max(s.start + s.length for s in spans if s.last) + 1,
             first_page=tuple(f for s, f in zip(spans, plan.prefill_first_page, strict=True) if s.last),
@@ -186,6 +211,7 @@ class Frame:
         plan: FramePlan,
         slot_B: Tensor,
         logits_RV: Tensor,
+        target_R: Tensor | None,
         owner_R: Tensor,
         pos_R: Tensor,
         row_of_BW: Tensor,
@@ -209,6 +235,7 @@ class Frame:
                 row_of_BW=row_of_BW, rows_B=rows_B, draft_BK=state.pending_SW[slot_B, 1:], q=q,
             ),
             sampled=plan.sampled, coupled=plan.coupled, rejection=plan.rejection, synthetic=self.synthetic,
+            target_R=target_R,
         )  # fmt: skip
         token_BW = verdict.tokens_BW
         n_emitted_B, finish_B = self._finish_test(slot_B, token_BW, verdict.n_emitted_B, base_B)
@@ -217,7 +244,7 @@ class Frame:
         self._commit(slot_B, token_BW, n_emitted_B, finish_B, base_B)
         next_drafts_B = torch.zeros_like(slot_B)
         if self.drafter is not None:
-            live_B = state.active_S[slot_B]
+            live_B = state.active_S[slot_B] > 0
             view = DraftView(
                 slot_B=torch.where(live_B, slot_B, 0),
                 committed_B=torch.where(live_B, state.committed_S[slot_B], 0),
@@ -273,7 +300,7 @@ class Frame:
         bonus_B = torch.where(n_emitted_B > 0, token_BW.gather(1, last_B1)[:, 0], state.pending_SW[slot_B, 0])
         state.pending_SW[slot_B, 0] = bonus_B
         state.committed_S[slot_B] = base_B + n_emitted_B
-        state.active_S[slot_B] &= finish_B == int(FinishCode.NONE)
+        state.active_S[slot_B] *= finish_B == int(FinishCode.NONE)
 
     def _draft(self, drafter: Drafter, view: DraftView, slot_B: Tensor, live_B: Tensor) -> Tensor:
         state = self.state

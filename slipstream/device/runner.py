@@ -1,7 +1,8 @@
-"""The eager device: runs each launch when it is enqueued and hands its result out when it is collected.
+"""The device as the engine sees it: `launch` enqueues a plan, `collect` hands out the oldest result.
 
-The same frame on any torch device. Results wait in a queue, so run-ahead, stale frames and late page release
-behave on a CPU as they do on a GPU.
+The same on any torch device. On a CPU a launch has run when `launch` returns and its result only waits to be
+collected, so run-ahead, stale frames and late page release behave as they do on a GPU; on a GPU everything is
+enqueued on one stream, and `collect` waits for the event of the launch that it reads.
 """
 
 from __future__ import annotations
@@ -9,92 +10,114 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.device.frame import Frame, Record
-from slipstream.types import FramePlan, FrameResult, IntArray
+from slipstream.device.control import ControlWriter
+from slipstream.device.frame import RECORD_COLUMNS, Frame
+from slipstream.device.staging import RecordRing, UploadRing
+from slipstream.types import FramePlan, FrameResult
+
+if TYPE_CHECKING:
+    from slipstream.device.graphs import FrameGraphs
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Launched:
-    plan: FramePlan
-    records: tuple[Record, ...]
+    seq: int
+    ring_slot: int
     slots: tuple[int, ...]
     is_prefill: tuple[bool, ...]
+    columns: int
 
 
-class EagerDevice:
-    """`launch` runs a plan; `collect` returns the oldest uncollected result."""
+class Device:
+    """Owns the rings; runs decode frames from captured graphs when it is given some, else eagerly."""
 
-    def __init__(self, frame: Frame) -> None:
+    def __init__(self, frame: Frame, *, run_ahead: int, graphs: FrameGraphs | None = None) -> None:
         self.frame = frame
+        self.graphs = graphs
+        state = frame.state
+        self.control = ControlWriter(state.offset, state.shapes, num_drafts=state.num_drafts)
+        depth = run_ahead + 1
+        self.up = UploadRing(state.arena, slots=depth, capacity=state.arena.numel())
+        rows = state.decode_B.shape[0] + state.last_slot_B.shape[0]
+        columns = RECORD_COLUMNS + state.num_drafts + 1
+        self.down = RecordRing(slots=depth, rows=rows, columns=columns, device=state.device)
         self.launched: deque[_Launched] = deque()
         self.device_seconds = 0.0
 
     def launch(self, plan: FramePlan) -> None:
         began = time.perf_counter()
         with torch.inference_mode():
-            self.launched.append(self._run(plan))
+            self._launch(plan)
         self.device_seconds += time.perf_counter() - began
 
-    def _run(self, plan: FramePlan) -> _Launched:
+    def _launch(self, plan: FramePlan) -> None:
         frame, state = self.frame, self.frame.state
-        state.drop(plan.drops)
-        state.admit(plan.admits)
-        state.append_pages(plan.pages)
-        fresh = [p for a in plan.admits for p in a.pages[a.start // frame.kv.page_size :]]
-        fresh += [p for append in plan.pages for p in append.pages]
-        if fresh:
-            fresh_P = torch.tensor(fresh, dtype=torch.int64, device=state.device)
-            frame.kv.clear(fresh_P)
-            if frame.drafter is not None:
-                frame.drafter.clear_pages(fresh_P)
+        self.up.send(self.control.pairs(plan))
+        if frame.clears_pages:
+            self._clear(plan)
         if frame.drafter is not None:
             for a in plan.admits:
                 frame.drafter.admit(a)
-        records: list[Record] = []
+        records: list[Tensor] = []
         slots: list[int] = []
         is_prefill: list[bool] = []
         if plan.decode:
-            records.append(frame.decode(plan, torch.tensor(plan.decode, dtype=torch.int64, device=state.device)))
+            if self.graphs is not None:
+                records.append(self.graphs.run(plan))
+            else:
+                records.append(frame.decode(plan, state.decode_B[: len(plan.decode)]).pack())
             slots += plan.decode
             is_prefill += [False] * len(plan.decode)
         if plan.prefill:
             last = [s.slot for s in plan.prefill if s.last]
-            last_B = torch.tensor(last, dtype=torch.int64, device=state.device) if last else None
-            record = frame.prefill(plan, plan.prefill, last_B)
+            record = frame.prefill(plan, plan.prefill, len(last))
             if record is not None:
-                records.append(record)
+                records.append(record.pack())
                 slots += last
                 is_prefill += [True] * len(last)
-        return _Launched(plan=plan, records=tuple(records), slots=tuple(slots), is_prefill=tuple(is_prefill))
+        columns = max((r.shape[1] for r in records), default=RECORD_COLUMNS)
+        padded = [F.pad(r, (0, columns - r.shape[1])) if r.shape[1] < columns else r for r in records]
+        packed = padded[0] if len(padded) == 1 else torch.cat(padded) if padded else state.arena[:0]
+        self.launched.append(
+            _Launched(
+                seq=plan.seq,
+                ring_slot=self.down.receive(packed),
+                slots=tuple(slots),
+                is_prefill=tuple(is_prefill),
+                columns=columns,
+            )
+        )
+
+    def _clear(self, plan: FramePlan) -> None:
+        """Zero pages that change hands (backends that read masked columns)."""
+        frame = self.frame
+        pages = [p for a in plan.admits for p in a.pages[a.start // frame.kv.page_size :]]
+        pages += [p for append in plan.pages for p in append.pages]
+        if pages:
+            pages_P = torch.tensor(pages, dtype=torch.int64, device=frame.state.device)
+            frame.kv.clear(pages_P)
+            if frame.drafter is not None:
+                frame.drafter.clear_pages(pages_P)
 
     def collect(self) -> FrameResult:
         done = self.launched.popleft()
-        width = max((r.token_BW.shape[1] for r in done.records), default=1)
-        tokens_np = np.zeros((len(done.slots), width), dtype=np.int64)
-        at = 0
-        for r in done.records:
-            n, w = r.token_BW.shape
-            tokens_np[at : at + n, :w] = r.token_BW.cpu().numpy()
-            at += n
-
-        def column(name: str) -> IntArray:
-            parts: list[Tensor] = [getattr(r, name) for r in done.records]
-            return torch.cat(parts).cpu().numpy() if parts else np.zeros(0, dtype=np.int64)
-
+        record_np = self.down.read(done.ring_slot, len(done.slots), done.columns)
+        column = record_np.T
         return FrameResult(
-            seq=done.plan.seq,
+            seq=done.seq,
             slots=done.slots,
-            generation_np=column("generation_B"),
-            tokens_np=tokens_np,
-            n_emitted_np=column("n_emitted_B"),
-            accepted_np=column("accepted_B"),
-            drafted_np=column("drafted_B"),
-            finish_np=column("finish_B"),
-            next_drafts_np=column("next_drafts_B"),
+            generation_np=column[0],
+            n_emitted_np=column[1],
+            accepted_np=column[2],
+            drafted_np=column[3],
+            finish_np=column[4],
+            next_drafts_np=column[5],
+            tokens_np=record_np[:, RECORD_COLUMNS:],
             is_prefill=done.is_prefill,
         )

@@ -1,24 +1,30 @@
-"""Slot state: the truth about running requests, one row per slot. Slot 0 is the sink and never active."""
+"""Slot state: the truth about running requests, one row per slot. Slot 0 is the sink and never active.
+
+All of it lives in one int64 arena, so whatever the host says (admit, pages, drop, which slots a frame decodes,
+which prompt rows a chunk reads) is a list of (cell, value) pairs: one upload and one scatter. Real numbers are
+float64 bit patterns in the same arena.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 
 import torch
 from torch import Tensor
 
 from slipstream.sampling.slot_params import SlotParams
-from slipstream.types import MAX_STOP_IDS, Admit, Drop, PageAppend
+from slipstream.types import MAX_STOP_IDS
 
 
 class SlotState:
-    """Device tensors, S = max_slots + 1 rows each.
+    """Device tensors, S = max_slots + 1 rows each; all are views of `arena` but draft_q.
 
-    generation_S: who owns the slot. active_S: decodes. committed_S: tokens whose KV is final.
+    generation_S: who owns the slot. active_S: 1 while it decodes. committed_S: tokens whose KV is final.
     history_SL: tokens known, the first committed + 1 are valid (the bonus token is the last of them).
     pending_SW: column 0 the bonus token, then the drafts for the next frame; draft_count_S of them are valid.
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none.
+    decode_B, chunk_slot_R, chunk_pos_R, last_row_B, last_slot_B: the plan's lists, written by the host.
     """
 
     def __init__(
@@ -28,87 +34,80 @@ class SlotState:
         max_len: int,
         pages_per_slot: int,
         num_drafts: int,
+        chunk_rows: int,
         device: torch.device,
         real: torch.dtype = torch.float32,
         draft_vocab: int | None = None,
     ) -> None:
-        s = max_slots + 1
+        s, widest = max_slots + 1, max(max_slots, 1)
+        self.device, self.real, self.num_drafts = device, real, num_drafts
+        self.shapes: dict[str, tuple[int, ...]] = {
+            "generation": (s,),
+            "active": (s,),
+            "committed": (s,),
+            "max_len": (s,),
+            "min_len": (s,),
+            "draft_count": (s,),
+            "max_drafts": (s,),
+            "mode": (s,),
+            "key": (s,),
+            "child": (s,),
+            "top_k": (s,),
+            "temperature": (s,),
+            "top_p": (s,),
+            "min_p": (s,),
+            "stop_ids": (s, MAX_STOP_IDS),
+            "pending": (s, num_drafts + 1),
+            "table": (s, pages_per_slot),
+            "history": (s, max_len + num_drafts + 2),
+            "decode": (2 * widest,),
+            "chunk_slot": (chunk_rows,),
+            "chunk_pos": (chunk_rows,),
+            "last_row": (widest,),
+            "last_slot": (widest,),
+            "scratch": (1,),
+        }
+        sizes = [int(torch.Size(shape).numel()) for shape in self.shapes.values()]
+        starts = list(itertools.accumulate(sizes, initial=0))
+        self.offset = dict(zip(self.shapes, starts, strict=False))
+        self.arena = torch.zeros(starts[-1], dtype=torch.int64, device=device)
 
-        def whole(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
+        def view(name: str) -> Tensor:
+            shape = self.shapes[name]
+            at = self.offset[name]
+            return self.arena[at : at + int(torch.Size(shape).numel())].view(shape)
 
-        def number(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=real, device=device)
-
-        self.device = device
-        self.num_drafts = num_drafts
-        self.generation_S = whole(s)
-        self.active_S = torch.zeros(s, dtype=torch.bool, device=device)
-        self.committed_S = whole(s)
-        self.max_len_S = whole(s)
-        self.min_len_S = whole(s)
-        self.history_SL = whole(s, max_len + num_drafts + 2)
-        self.pending_SW = whole(s, num_drafts + 1)
-        self.draft_count_S = whole(s)
-        self.max_drafts_S = whole(s)
-        self.draft_q = number(s, num_drafts, draft_vocab) if draft_vocab and num_drafts else None
-        self.table_SP = whole(s, pages_per_slot)
-        self.stop_ids_ST = torch.full((s, MAX_STOP_IDS), -1, dtype=torch.int64, device=device)
-        self.mode_S = whole(s)
-        self.key_S = whole(s)
-        self.child_S = whole(s)
-        self.temperature_S = number(s)
-        self.top_k_S = whole(s)
-        self.top_p_S = number(s)
-        self.min_p_S = number(s)
-
-    def drop(self, drops: Sequence[Drop]) -> None:
-        if not drops:
-            return
-        slot, generation = self._columns([(d.slot, d.generation) for d in drops])
-        self.active_S[slot] &= self.generation_S[slot] != generation
-
-    def admit(self, admits: Sequence[Admit]) -> None:
-        """Give slots to requests. They stay inactive until their last prefill chunk."""
-        for a in admits:
-            params, request, n = a.request.params, a.request, len(a.tokens)
-            slot = a.slot
-            self.generation_S[slot] = a.generation
-            self.active_S[slot] = False
-            self.committed_S[slot] = n - 1
-            self.max_len_S[slot] = request.max_len
-            self.min_len_S[slot] = len(request.prompt_token_ids) + params.min_tokens
-            self.history_SL[slot, :n] = torch.tensor(a.tokens, dtype=torch.int64)
-            self.draft_count_S[slot] = 0
-            limit = self.num_drafts if request.num_drafts is None else min(request.num_drafts, self.num_drafts)
-            self.max_drafts_S[slot] = limit
-            stops = list(request.stop_ids) + [-1] * (MAX_STOP_IDS - len(request.stop_ids))
-            self.stop_ids_ST[slot] = torch.tensor(stops, dtype=torch.int64)
-            self.mode_S[slot] = int(request.mode)
-            self.key_S[slot] = request.key
-            self.child_S[slot] = a.request.child
-            self.temperature_S[slot] = params.temperature
-            self.top_k_S[slot] = params.top_k
-            self.top_p_S[slot] = params.top_p
-            self.min_p_S[slot] = params.min_p
-            self.table_SP[slot] = 0
-            self.table_SP[slot, : len(a.pages)] = torch.tensor(a.pages, dtype=torch.int64)
-
-    def append_pages(self, appends: Sequence[PageAppend]) -> None:
-        for p in appends:
-            self.table_SP[p.slot, p.first : p.first + len(p.pages)] = torch.tensor(p.pages, dtype=torch.int64)
+        self.generation_S = view("generation")
+        self.active_S = view("active")
+        self.committed_S = view("committed")
+        self.max_len_S = view("max_len")
+        self.min_len_S = view("min_len")
+        self.history_SL = view("history")
+        self.pending_SW = view("pending")
+        self.draft_count_S = view("draft_count")
+        self.max_drafts_S = view("max_drafts")
+        self.table_SP = view("table")
+        self.stop_ids_ST = view("stop_ids").fill_(-1)
+        self.mode_S, self.key_S, self.child_S = view("mode"), view("key"), view("child")
+        self.top_k_S = view("top_k")
+        self.temperature_S = view("temperature").view(torch.float64)
+        self.top_p_S = view("top_p").view(torch.float64)
+        self.min_p_S = view("min_p").view(torch.float64)
+        self.decode_B = view("decode")
+        self.chunk_slot_R, self.chunk_pos_R = view("chunk_slot"), view("chunk_pos")
+        self.last_row_B, self.last_slot_B = view("last_row"), view("last_slot")
+        self.draft_q = (
+            torch.zeros(s, num_drafts, draft_vocab, dtype=real, device=device) if draft_vocab and num_drafts else None
+        )
 
     def params(self, slot: Tensor) -> SlotParams:
         """Gather the sampling state of `slot` [B] or [R]."""
         return SlotParams(
-            mode=self.mode_S,
-            key=self.key_S,
-            child=self.child_S,
-            temperature=self.temperature_S,
-            top_k=self.top_k_S,
-            top_p=self.top_p_S,
-            min_p=self.min_p_S,
-        ).take(slot)
-
-    def _columns(self, rows: Sequence[tuple[int, ...]]) -> tuple[Tensor, ...]:
-        return torch.tensor(rows, dtype=torch.int64, device=self.device).unbind(1)
+            mode=self.mode_S[slot],
+            key=self.key_S[slot],
+            child=self.child_S[slot],
+            temperature=self.temperature_S[slot].to(self.real),
+            top_k=self.top_k_S[slot],
+            top_p=self.top_p_S[slot].to(self.real),
+            min_p=self.min_p_S[slot].to(self.real),
+        )

@@ -24,6 +24,7 @@ def verify(
     synthetic: float | None = None,
     u_BK: Tensor | None = None,
     pick: Pick | None = None,
+    target_R: Tensor | None = None,
 ) -> Verdict:
     """Judge the drafts of a round and choose each slot's own token. W = 1 is plain sampling.
 
@@ -33,9 +34,12 @@ def verify(
     u_BK (float64 [B, W - 1]), pick: replace the coins and the closing draw of rejection slots, for
     enumeration tests.
 
+    target_R: the rows' argmax, int64 [R], where the caller has it; without sampled rows the logits are then not read.
+
     A slot's verdict depends on its own rows only, bit for bit.
     """
-    target_R = greedy.target_tokens(logits_RV)
+    if target_R is None:
+        target_R = greedy.target_tokens(logits_RV)
     is_rejection_B = rows.mode_B == VerifyMode.REJECTION
     # The only [R, V] probabilities of the frame, shared by both sampled modes.
     p_RV = torch.softmax(logits_RV, dim=-1) if sampled and (coupled or rejection) else logits_RV

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.attention.dense import DenseCausal
-from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots
+from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, padded_columns, padded_rows
 from slipstream.memory.kv import KVPages
 
 N, K, D = 6, 2, 16
@@ -96,13 +96,36 @@ def test_foreign_and_sink_pages_may_hold_nan() -> None:
     assert torch.allclose(out, torch.cat([s.dense(0, 2), s.dense(1, 1)]), atol=1e-12)
 
 
-def test_results_do_not_depend_on_grouping() -> None:
+@pytest.mark.parametrize("chunk", [11, 32, 33, 65, 129, 257, 259])
+def test_a_prompts_rows_do_not_depend_on_the_chunk(chunk: int) -> None:
+    """bf16, bit for bit: rows read in one long chunk equal the same rows read alone."""
+    s = Slots([700], 32, torch.bfloat16, runs=True)
+    run = (int(s.table[1, 0]),)
+    whole = s.attend([(0, chunk)], run)
+    for alone in (1, 2, 5, 8):
+        assert torch.equal(s.attend([(0, alone)], run), whole[-alone:])
+
+
+def test_columns_and_rows_keep_out_of_the_blocks_that_differ() -> None:
+    for length in range(1, 3000):
+        columns = padded_columns(length)
+        assert columns >= length and columns % 32 == 0 and not 192 < columns % 512 < 384
+    for group in (1, 2, 3, 4, 8):
+        for width in range(1, 700):
+            queries = padded_rows(width, group) * group
+            tail = queries % (32 if queries < 192 else 64 if queries < 768 else 256)
+            assert queries >= max(8, width * group) and (tail == 0 or tail >= 8)
+
+
+@pytest.mark.parametrize("page_size", [8, 32, 256])
+def test_results_do_not_depend_on_grouping(page_size: int) -> None:
     """bf16, bit for bit: one row or eight, alone or in a batch, gathered or in place, few columns or many."""
-    lengths = [130, 61, 9, 300]
-    batch = Slots(lengths, 32, torch.bfloat16, runs=True)
-    out = batch.attend([(0, 8), (1, 3), (2, 1), (3, 8)])
+    lengths = [130, 61, 9, 300, 777]
+    batch = Slots(lengths, page_size, torch.bfloat16, runs=True)
+    taken = [(0, 8), (1, 3), (2, 1), (3, 8), (4, 5)]
+    out = batch.attend(taken)
     at = 0
-    for i, w in ((0, 8), (1, 3), (2, 1), (3, 8)):
+    for i, w in taken:
         for alone in range(1, w + 1):
             run = (int(batch.table[i + 1, 0]),)
             assert torch.equal(batch.attend([(i, alone)], run), out[at + w - alone : at + w]), (i, alone)

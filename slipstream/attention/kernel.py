@@ -1,0 +1,37 @@
+"""Paged attention through the kernel op: lengths only from tensors, so one call serves every frame of a shape."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slipstream.kernels.attention import paged_attention
+from slipstream.kernels.workspace import Workspace
+from slipstream.memory.kv import KVPages
+
+
+class KernelAttention:
+    """AttentionContext for decode rows: row r sees positions 0..pos_R[r] of slot_R[r]; slot 0 rows are padding."""
+
+    def __init__(
+        self,
+        kv: KVPages,
+        *,
+        table_SP: Tensor,
+        slot_R: Tensor,
+        pos_R: Tensor,
+        cache_slot_R: Tensor,
+        workspace: Workspace,
+    ) -> None:
+        self.kv, self.table_SP, self.slot_R, self.pos_R = kv, table_SP, slot_R, pos_R
+        self.cache_slot_R, self.workspace = cache_slot_R, workspace
+
+    def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
+        flat_k, flat_v = self.kv.flat[layer]
+        flat_k.index_copy_(0, self.cache_slot_R, k_RKD)
+        flat_v.index_copy_(0, self.cache_slot_R, v_RKD)
+        k_PSKD, v_PSKD = self.kv.paged[layer]
+        out_RND: Tensor = paged_attention(
+            q_RND.contiguous(), k_PSKD, v_PSKD, self.table_SP, self.slot_R, self.pos_R, None,
+            q_RND.shape[-1] ** -0.5, self.workspace.partial, self.workspace.counters,
+        )  # fmt: skip
+        return out_RND

@@ -1,0 +1,101 @@
+"""The lane up: a plan's control rows as (cell, value) pairs of the slot-state arena. Pure numpy.
+
+Order matters where a cell is written twice: pairs are applied as one scatter, so later writes replace earlier
+ones here, on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.types import MAX_STOP_IDS, Admit, FramePlan, IntArray
+
+Pairs = tuple[IntArray, IntArray]
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
+
+
+def bits(x: float) -> int:
+    """The int64 with the bit pattern of float64 x."""
+    return int(np.float64(x).view(np.int64))
+
+
+class ControlWriter:
+    """Knows where each field of `SlotState` lies; turns plans into pairs."""
+
+    def __init__(self, offset: Mapping[str, int], shapes: Mapping[str, tuple[int, ...]], *, num_drafts: int) -> None:
+        self.offset = dict(offset)
+        self.stride = {name: (shape[1] if len(shape) > 1 else 1) for name, shape in shapes.items()}
+        self.num_drafts = num_drafts
+        self._decode: tuple[int, ...] = ()
+        self._cells: list[IntArray] = []
+        self._values: list[IntArray] = []
+
+    def pairs(self, plan: FramePlan) -> Pairs:
+        """Everything the host says with this plan; empty in steady decode, when nothing changes."""
+        for d in plan.drops:
+            self._put("active", d.slot, (0,))
+        for a in plan.admits:
+            self._admit(a)
+        for p in plan.pages:
+            self._put("table", p.slot, p.pages, first=p.first)
+        if plan.decode and plan.decode != self._decode:
+            self._put("decode", 0, plan.decode)
+            self._decode = plan.decode
+        if plan.prefill:
+            self._prefill(plan)
+        if not self._cells:
+            return _NONE, _NONE
+        cells, values = np.concatenate(self._cells), np.concatenate(self._values)
+        self._cells.clear()
+        self._values.clear()
+        if plan.drops or plan.admits:  # a slot may be dropped and admitted, or admitted and given pages, at once
+            last = len(cells) - 1 - np.unique(cells[::-1], return_index=True)[1]
+            cells, values = cells[last], values[last]
+        return cells, values
+
+    def _put(self, name: str, slot: int, values: Sequence[int] | npt.NDArray[np.int64], first: int = 0) -> None:
+        at = self.offset[name] + slot * self.stride[name] + first
+        self._cells.append(np.arange(at, at + len(values), dtype=np.int64))
+        self._values.append(np.asarray(values, dtype=np.int64))
+
+    def _admit(self, a: Admit) -> None:
+        """Give a slot to a request. It stays inactive until its last prefill chunk."""
+        request, params, n = a.request, a.request.params, len(a.tokens)
+        drafts = self.num_drafts if request.num_drafts is None else min(request.num_drafts, self.num_drafts)
+        for name, value in (
+            ("generation", a.generation),
+            ("active", 0),
+            ("committed", n - 1),
+            ("max_len", request.max_len),
+            ("min_len", len(request.prompt_token_ids) + params.min_tokens),
+            ("draft_count", 0),
+            ("max_drafts", drafts),
+            ("mode", int(request.mode)),
+            ("key", request.key),
+            ("child", request.child),
+            ("top_k", params.top_k),
+            ("temperature", bits(params.temperature)),
+            ("top_p", bits(params.top_p)),
+            ("min_p", bits(params.min_p)),
+        ):
+            self._put(name, a.slot, (value,))
+        self._put("stop_ids", a.slot, (*request.stop_ids, *(-1,) * (MAX_STOP_IDS - len(request.stop_ids))))
+        self._put("history", a.slot, a.tokens)
+        self._put("table", a.slot, (*a.pages, *(0,) * (self.stride["table"] - len(a.pages))))
+
+    def _prefill(self, plan: FramePlan) -> None:
+        spans = plan.prefill
+        lengths = [s.length for s in spans]
+        self._put("chunk_slot", 0, np.repeat([s.slot for s in spans], lengths))
+        self._put("chunk_pos", 0, np.concatenate([np.arange(s.start, s.start + s.length) for s in spans]))
+        ends = np.cumsum(lengths) - 1
+        last = [i for i, s in enumerate(spans) if s.last]
+        if last:
+            self._put("last_row", 0, ends[last])
+            self._put("last_slot", 0, [spans[i].slot for i in last])
+            # The rows of this chunk sample their first token at its end: the slots decode from then on.
+            for i in last:
+                self._put("active", spans[i].slot, (1,))

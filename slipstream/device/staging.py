@@ -1,0 +1,80 @@
+"""Rings between host and device: (cell, value) pairs up, records down.
+
+Preallocated, contiguous, pinned where pinning works, ordinary memory elsewhere; same code. A ring slot is used
+again only after the launch that used it has been collected, which `run_ahead` + 1 slots guarantee.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.device.control import Pairs
+
+
+def staging(*shape: int, device: torch.device) -> Tensor:
+    """Host int64 zeros, pinned when `device` is a GPU that can use it."""
+    pinned = device.type == "cuda" and torch.cuda.is_available()
+    try:
+        return torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+    except RuntimeError:
+        return torch.zeros(shape, dtype=torch.int64)
+
+
+class UploadRing:
+    """Pairs of a plan to the arena: at most one copy and one scatter per launch, none when nothing changed."""
+
+    def __init__(self, arena: Tensor, *, slots: int, capacity: int) -> None:
+        self.arena = arena
+        self.capacity = capacity
+        self.host = staging(slots, 2, capacity, device=arena.device)
+        self.host_np: Any = self.host.numpy()
+        on_device = arena.device.type != "cpu"
+        self.landing = torch.zeros(2 * capacity, dtype=torch.int64, device=arena.device) if on_device else None
+        self.at = 0
+
+    def send(self, pairs: Pairs) -> None:
+        """Apply pairs in stream order; the host does not wait."""
+        cells_np, values_np = pairs
+        n = len(cells_np)
+        if n == 0:
+            return
+        assert n <= self.capacity, f"{n} control pairs; the ring holds {self.capacity}"
+        flat_np = self.host_np[self.at].reshape(-1)
+        flat_np[:n], flat_np[n : 2 * n] = cells_np, values_np
+        source = self.host[self.at].view(-1)[: 2 * n]
+        self.at = (self.at + 1) % len(self.host)
+        if self.landing is not None:
+            source = self.landing[: 2 * n].copy_(source, non_blocking=True)
+        self.arena.index_copy_(0, source[:n], source[n:])
+
+
+class RecordRing:
+    """Records of launches on their way to the host: [slots, N, columns] int64, an event per launch."""
+
+    def __init__(self, *, slots: int, rows: int, columns: int, device: torch.device) -> None:
+        self.host = staging(slots, rows * columns, device=device)
+        self.host_np: Any = self.host.numpy()
+        self.columns = columns
+        self.events = [torch.cuda.Event() for _ in range(slots)] if device.type == "cuda" else None
+        self.at = 0
+
+    def receive(self, record_NC: Tensor) -> int:
+        """Start the copy of a record (or of none) down; returns the ring slot to `read` later."""
+        at = self.at
+        n = record_NC.numel()
+        if n:
+            self.host[at][:n].view(record_NC.shape).copy_(record_NC, non_blocking=True)
+        if self.events is not None:
+            self.events[at].record()
+        self.at = (at + 1) % len(self.host)
+        return at
+
+    def read(self, at: int, rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Wait for a launch and return a copy of its record [rows, columns]: the one place where the host may block."""
+        if self.events is not None:
+            self.events[at].synchronize()
+        return self.host_np[at][: rows * columns].reshape(rows, columns).copy()  # type: ignore[no-any-return]

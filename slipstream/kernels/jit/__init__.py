@@ -1,0 +1,1 @@
+"""Triton device code and its launchers. Imported on use only, so that machines without Triton can import the ops."""

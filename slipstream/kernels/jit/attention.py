@@ -1,0 +1,152 @@
+# mypy: ignore-errors
+# (Triton's device language has no types that mypy could check; the ops in kernels/attention.py are typed.)
+"""Attention over paged KV for ragged rows per slot, split over the sequence, merged in the same launch.
+
+One program handles the query heads of one KV head for up to ROWS consecutive rows of one slot. Program `split`
+takes key blocks split, split + SPLITS, ...; so which keys meet in one partial sum depends on a row's own
+position only, never on its neighbours, and partial results are merged in the order of `split`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tlx
+
+
+@triton.jit(do_not_specialize=["R"])
+def paged_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr, tree_ptr, ws_ptr, cnt_ptr,
+    R, table_width, page_size, scale,
+    N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    ROWS: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (R, KH, SPLITS); DP and GP are D and G rounded up to powers of two."""
+    first = tl.program_id(0)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    if PDL:
+        tlx.gdc_launch_dependents()
+    # Slots, positions and tables are written before the chain of dependent launches begins, so they may be read
+    # before the wait; q and the newest keys and values may not.
+    slot = tl.load(slot_ptr + first)
+    before = tl.load(slot_ptr + first - 1, mask=first % ROWS != 0, other=-1)
+    m = tl.arange(0, ROWS * GP)
+    d = tl.arange(0, DP)
+    d_in = d < D
+    # A row opens a tile when its block of ROWS begins or the slot changes; the tile ends at the next such row.
+    near = tl.arange(0, ROWS)
+    limit = ROWS - first % ROWS
+    near_slot = tl.load(slot_ptr + first + near, mask=(near < limit) & (first + near < R), other=-1)
+    count = tl.min(tl.where(near_slot != slot, near, ROWS), axis=0)
+    row = first + m // GP
+    lane = m % GP
+    mine = (m // GP < count) & (lane < G)
+    cell = mine[:, None] & d_in[None, :]
+    at = (row.to(tl.int64) * N + head * G + lane)[:, None] * D + d[None, :]
+    pos = tl.load(pos_ptr + row, mask=mine, other=-1).to(tl.int32)
+    tree = tl.zeros([ROWS * GP], tl.int64)
+    length = tl.max(pos, axis=0) + 1
+    if TREE:
+        # pos is here the last committed position; bit j of `tree` shows in-flight row j of the slot.
+        tree = tl.load(tree_ptr + row, mask=mine, other=0)
+        bit = tl.arange(0, 64)
+        shown = ((tree[:, None] >> bit[None, :].to(tl.int64)) & 1) != 0
+        length += tl.max(tl.max(tl.where(shown, bit[None, :] + 1, 0), axis=1), axis=0)
+    blocks = tl.cdiv(length, BT)
+    live = tl.minimum(blocks, SPLITS)
+    pages = table_ptr + slot.to(tl.int64) * table_width
+    if PDL:
+        tlx.gdc_wait()
+    if before != slot:
+        if slot == 0:
+            if split == 0:
+                tl.store(out_ptr + at, tl.zeros([ROWS * GP, DP], out_ptr.dtype.element_ty), mask=cell)
+        elif split < live:
+            q = tl.load(q_ptr + at, mask=cell, other=0.0)
+            top = tl.full([ROWS * GP], float("-inf"), tl.float32)
+            total = tl.zeros([ROWS * GP], tl.float32)
+            acc = tl.zeros([ROWS * GP, DP], tl.float32)
+            for block in tl.range(split, blocks, SPLITS):
+                t = block * BT + tl.arange(0, BT)
+                page = tl.load(pages + t // page_size, mask=t < length, other=0)
+                kv = (page.to(tl.int64) * page_size + t % page_size) * (KH * D) + head * D
+                # Cells past the tile's last position may hold anything, NaN too: they are read as zero.
+                k = tl.load(k_ptr + kv[None, :] + d[:, None], mask=(t[None, :] < length) & d_in[:, None], other=0.0)
+                v = tl.load(v_ptr + kv[:, None] + d[None, :], mask=(t[:, None] < length) & d_in[None, :], other=0.0)
+                see = t[None, :] <= pos[:, None]
+                if TREE:
+                    j = t[None, :] - pos[:, None] - 1
+                    shown = (tree[:, None] >> tl.minimum(tl.maximum(j, 0), 63).to(tl.int64)) & 1
+                    see = see | ((j >= 0) & (j < 64) & (shown != 0))
+                s = tl.dot(q, k, input_precision="ieee") * (scale * 1.4426950408889634)
+                s = tl.where(see, s, float("-inf"))
+                new = tl.maximum(top, tl.max(s, axis=1))
+                safe = tl.where(new == float("-inf"), 0.0, new)
+                p = tl.exp2(s - safe[:, None])
+                keep = tl.exp2(top - safe)
+                total = total * keep + tl.sum(p, axis=1)
+                if TREE:
+                    # A hole that nobody here sees may be uninitialised; 0 * NaN would spread.
+                    v = tl.where((tl.max(see.to(tl.int32), axis=0) > 0)[:, None], v, 0.0).to(v_ptr.dtype.element_ty)
+                acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+                top = new
+            if live == 1:
+                acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+                tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=cell)
+            else:
+                # Scratch per (row, query head, split): D sums; behind all of those, the maxima and the totals.
+                place = (row.to(tl.int64) * N + head * G + lane) * SPLITS
+                stats = ws_ptr + tl.cast(R, tl.int64) * (N * SPLITS * DP)
+                wide = mine[:, None] & (d[None, :] < DP)
+                tl.store(ws_ptr + (place + split)[:, None] * DP + d[None, :], acc, mask=wide)
+                tl.store(stats + (place + split) * 2, top, mask=mine)
+                tl.store(stats + (place + split) * 2 + 1, total, mask=mine)
+                tl.debug_barrier()  # every thread's stores precede the one thread's release
+                ticket = tl.atomic_add(cnt_ptr + first * KH + head, 1, sem="acq_rel", scope="gpu")
+                if ticket == live - 1:
+                    # Unrolled, so that all reads are in flight at once.
+                    top = tl.full([ROWS * GP], float("-inf"), tl.float32)
+                    for i in tl.static_range(SPLITS):
+                        there = mine & (m * 0 + i < live)
+                        one = tl.load(stats + (place + i) * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                        top = tl.maximum(top, one)
+                    safe = tl.where(top == float("-inf"), 0.0, top)
+                    total = tl.zeros([ROWS * GP], tl.float32)
+                    acc = tl.zeros([ROWS * GP, DP], tl.float32)
+                    for i in tl.static_range(SPLITS):
+                        there = mine & (m * 0 + i < live)
+                        one = tl.load(stats + (place + i) * 2, mask=there, other=float("-inf"), cache_modifier=".cg")
+                        sums = tl.load(stats + (place + i) * 2 + 1, mask=there, other=0.0, cache_modifier=".cg")
+                        part = tl.load(
+                            ws_ptr + (place + i)[:, None] * DP + d[None, :], mask=wide & there[:, None], other=0.0,
+                            cache_modifier=".cg",
+                        )  # fmt: skip
+                        weight = tl.exp2(one - safe)
+                        total += weight * sums
+                        acc += weight[:, None] * part
+                    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+                    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=cell)
+                    tl.store(cnt_ptr + first * KH + head, 0)  # ready for the next launch
+
+
+def rows_per_tile(group: int) -> int:
+    """Rows of one slot that share a tile: 16 query rows of the matrix instruction over the heads of a KV head."""
+    return max(1, 16 // triton.next_power_of_2(group))
+
+
+def launch_paged_attention(
+    q, k, v, out, table, slot, pos, tree, ws, counters, *, scale, config, pdl=False
+):  # fmt: skip
+    """Launch; see kernels/attention.py for the shapes."""
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    c = config
+    paged_attention_kernel[(rows, kv_heads, c.splits)](
+        q, k, v, out, table, slot, pos, tree, ws, counters,
+        rows, table.shape[1], k.shape[1], scale,
+        N=heads, KH=kv_heads, D=dim, DP=triton.next_power_of_2(dim), G=group, GP=triton.next_power_of_2(group),
+        ROWS=rows_per_tile(group), BT=c.block, SPLITS=c.splits, TREE=tree is not None, PDL=pdl,
+        num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
+    )  # fmt: skip

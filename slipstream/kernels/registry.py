@@ -1,0 +1,35 @@
+"""Every kernel op by name: what a proof must see reached.
+
+Names are those of `torch.ops.slipstream`. `load()` imports the modules that define the ops, not Triton.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+KERNELS: dict[str, str] = {
+    "stream_linear": "slipstream.kernels.gemm",
+    "stream_swiglu": "slipstream.kernels.gemm",
+    "stream_residual": "slipstream.kernels.gemm",
+    "stream_head": "slipstream.kernels.gemm",
+    "stream_rope": "slipstream.kernels.gemm",
+    "paged_attention": "slipstream.kernels.attention",
+    "rope_kv_write": "slipstream.kernels.rope",
+    "rms_norm": "slipstream.kernels.norm",
+    "residual_norm": "slipstream.kernels.norm",
+    "norm_prepare": "slipstream.kernels.norm",
+    "silu_mul": "slipstream.kernels.norm",
+    "argmax_rows": "slipstream.kernels.sample",
+    "argmax_finish": "slipstream.kernels.sample",
+    "race_tokens": "slipstream.kernels.sample",
+    "greedy_verify": "slipstream.kernels.sample",
+    "ngram_match": "slipstream.kernels.ngram",
+}
+"""Op name -> module that defines it."""
+
+
+def load() -> dict[str, str]:
+    """Define all ops and return KERNELS. Raises ImportError when a module is missing."""
+    for module in sorted(set(KERNELS.values())):
+        import_module(module)
+    return dict(KERNELS)

@@ -1,0 +1,194 @@
+"""The Triton kernels on the CPU, in Triton's interpreter (float32 and float16), against the references.
+
+Collected by test_kernels_interpreted.py only, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.kernels import attention as ops_attention
+from slipstream.kernels import gemm as ops_gemm
+from slipstream.kernels import ngram as ops_ngram
+from slipstream.kernels import norm as ops_norm
+from slipstream.kernels import rope as ops_rope
+from slipstream.kernels import sample as ops_sample
+from slipstream.kernels.jit import attention, gemm, ngram, norm, rope, sample
+from slipstream.kernels.tuning import AttentionConfig, GemmConfig
+from slipstream.kernels.workspace import Workspace
+from slipstream.sampling.rng import PURPOSE_EMIT, noise_from_words, stream_words
+from tests.support.kernel_cases import paged_case, relative_error, rope_tables
+
+NAN = float("nan")
+R, K, N = 3, 96, 160
+LIMIT = {torch.float32: 1e-5, torch.float16: 3e-3}
+
+
+def poison(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.full(shape, NAN, dtype=dtype)
+
+
+def workspace() -> Workspace:
+    w = Workspace("cpu", floats=100_000, counters=64)
+    w.partial.fill_(NAN)
+    return w
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("split", "hold", "bk"), [(1, False, 32), (3, False, 32), (2, True, 32), (1, True, 64)])
+def test_stream_gemm(dtype: torch.dtype, split: int, hold: bool, bk: int) -> None:
+    x, w = torch.randn(R, K).to(dtype), (torch.randn(N, K) / 8).to(dtype)
+    sq, res, gain = torch.rand(5, R) * K / 5, torch.randn(R, N).to(dtype), torch.rand(N).to(dtype)
+    bias = torch.randn(N).to(dtype)
+    c, work = GemmConfig(bn=32, bk=bk, split=split, hold=hold), workspace()
+    kw = {"config": c, "ws": work.partial, "counters": work.counters}
+    ws = (work.partial, work.counters)
+    limit = LIMIT[dtype]
+    out = poison(R, N, dtype=dtype)
+    gemm.launch_stream_gemm(x, w, out, epi=gemm.STORE, sq_in=sq, bias=bias, eps=1e-5, **kw)
+    assert relative_error(out, ops_gemm.stream_linear(x, w, bias, sq, 1e-5, *ws)) < limit
+    half = poison(R, N // 2, dtype=dtype)
+    gemm.launch_stream_gemm(x, w, half, epi=gemm.SILU, pair=N // 2, sq_in=sq, eps=1e-5, **kw)
+    assert relative_error(half, ops_gemm.stream_swiglu(x, w, sq, 1e-5, *ws)) < limit
+    scaled, parts = poison(R, N, dtype=dtype), poison(N // 32, R)
+    gemm.launch_stream_gemm(
+        x, w, out, epi=gemm.RESIDUAL, res=res, gain=gain, scaled=scaled, sq_out=parts, **kw
+    )  # fmt: skip
+    want = ops_gemm.stream_residual(x, w, res, gain, *ws)
+    for got, ref in zip((out, scaled, parts.sum(0)), (want[0], want[1], want[2].sum(0)), strict=True):
+        assert relative_error(got, ref) < limit
+    logits, best, where = poison(R, N), poison(N // 32, R), torch.full((N // 32, R), -9, dtype=torch.int32)
+    gemm.launch_stream_gemm(x, w, logits, epi=gemm.HEAD, best=best, where=where, **kw)
+    token = torch.full((R,), -9)
+    sample.launch_argmax_finish(best, where, token, vocab=N, pdl=False)
+    assert torch.equal(token, logits.argmax(-1))
+    assert not work.counters.any(), "counters are ready for the next launch"
+
+
+@pytest.mark.parametrize("n", [150, 33])
+def test_stream_gemm_ragged_edges(n: int) -> None:
+    x, w, c, work = torch.randn(R, 72), torch.randn(n, 72), GemmConfig(bn=32, bk=32, split=2), workspace()
+    out = poison(R, n)
+    gemm.launch_stream_gemm(x, w, out, epi=gemm.STORE, config=c, ws=work.partial, counters=work.counters)
+    assert relative_error(out, x @ w.T) < 1e-5
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_rope_kv_write(qk_norm: bool, fused: bool) -> None:
+    heads, kv_heads, dim = 6, 2, 16
+    case = paged_case([9, 20, 1], [3, 1, 4])
+    rows = case.slot.shape[0]
+    cos, sin = rope_tables(12, dim)
+    gains = (torch.rand(dim), torch.rand(dim)) if qk_norm else (None, None)
+    x, w = torch.randn(rows, 64), torch.randn((heads + 2 * kv_heads) * dim, 64)
+    qkv = x @ w.T
+    caches = [torch.full_like(case.k, NAN) for _ in range(4)]
+    pos = case.pos.clone()
+    pos[1] = 10_000
+    where = (case.table, case.slot, case.pos, pos)
+    q = poison(rows, heads, dim)
+    if fused:
+        work = workspace()
+        gemm.launch_stream_gemm(
+            x, w, q, epi=gemm.ROPE, config=GemmConfig(bn=16, bk=32, split=2), ws=work.partial, counters=work.counters,
+            rope=gemm.Rope(k=caches[0], v=caches[1], cos=cos, sin=sin, q_gain=gains[0], k_gain=gains[1],
+                           table=case.table, slot=case.slot, rope_pos=case.pos, kv_pos=pos, heads=heads, eps=1e-6),
+        )  # fmt: skip
+    else:
+        rope.launch_rope_kv_write(qkv, q, *caches[:2], cos, sin, *gains, *where, heads=heads, eps=1e-6, pdl=False)
+    want = ops_rope.rope_kv_write(qkv, *caches[2:], cos, sin, *gains, *where, heads, 1e-6)
+    assert relative_error(q, want) < 1e-5
+    for got, ref in zip(caches[:2], caches[2:], strict=True):
+        assert torch.equal(got[1:].isnan(), ref[1:].isnan())
+        assert relative_error(got[1:].nan_to_num(), ref[1:].nan_to_num()) < 1e-5
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("splits", "block"), [(1, 16), (3, 4), (8, 4)])
+def test_paged_attention(tree: bool, splits: int, block: int) -> None:
+    case = paged_case([9, 20, 1], [5, 1, 2], tree=tree)
+    rows, work = case.slot.shape[0], workspace()
+    q, out = torch.randn(rows, 6, 16), poison(rows, 6, 16)
+    args = (case.table, case.slot, case.pos, case.tree)
+    attention.launch_paged_attention(
+        q, case.k, case.v, out, *args, work.partial, work.counters, scale=0.25,
+        config=AttentionConfig(splits=splits, block=block),
+    )  # fmt: skip
+    want = ops_attention.paged_attention(q, case.k, case.v, *args, 0.25, work.partial, work.counters)
+    assert relative_error(out, want) < 1e-5
+    assert (out[case.slot == 0] == 0).all()
+    assert not work.counters.any()
+
+
+def test_norms_and_activation() -> None:
+    x, res, gain = torch.randn(R, 80), torch.randn(R, 80), torch.rand(80)
+    h, out, sq = poison(R, 80), poison(R, 80), poison(1, R)
+    norm.launch_residual_norm(x, res, gain, h, out, None, eps=1e-5, pdl=False)
+    for got, ref in zip((h, out), ops_norm.residual_norm(x, res, gain, 1e-5), strict=True):
+        assert relative_error(got, ref) < 1e-6
+    norm.launch_residual_norm(x, None, gain, None, out, sq, eps=0.0, pdl=False)
+    for got, ref in zip((out, sq), ops_norm.norm_prepare(x, gain), strict=True):
+        assert relative_error(got, ref) < 1e-6
+    half = poison(R, 40)
+    norm.launch_silu_mul(x, half, pdl=False)
+    assert relative_error(half, ops_norm.silu_mul(x)) < 1e-6
+
+
+def test_argmax_breaks_ties_towards_the_lowest() -> None:
+    x = torch.randn(R, 9000)
+    x[:, [8000, 5000, 4500]] = 99.0
+    best, where, out = poison(3, R), torch.full((3, R), -9, dtype=torch.int32), torch.full((R,), -9)
+    sample.launch_argmax_tiles(x, best, where, pdl=False)
+    sample.launch_argmax_finish(best, where, out, vocab=9000, pdl=False)
+    assert out.tolist() == [4500] * R
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_race_matches_the_reference(dense: bool) -> None:
+    vocab, slots = 5000, 6
+    p = torch.softmax(torch.randn(8, vocab) * 2, -1)
+    q = torch.softmax(torch.randn(slots, 3, vocab) * 2, -1) if dense else None
+    zero, row = torch.zeros(slots, dtype=torch.int64), torch.randint(0, 8, (slots,))
+    words = stream_words(torch.randint(-(2**62), 2**62, (slots,)), zero, torch.arange(slots), 0, PURPOSE_EMIT)
+    refused, judged = torch.arange(slots) % 2 == 0, torch.arange(slots) % 3
+    free = ops_sample.race_tokens(p, row, words, torch.zeros_like(refused), judged, zero, None)
+    best, where, out = poison(2, 2, slots), torch.full((2, 2, slots), -9, dtype=torch.int32), zero - 9
+    sample.launch_race(p, row, words, refused, judged, free, q, best, where, out)
+    assert torch.equal(out, ops_sample.race_tokens(p, row, words, refused, judged, free, q))
+    if not dense:
+        assert torch.equal(out != free, refused), "a refused draft never wins its own round"
+
+
+def test_noise_is_that_of_the_counter_rng() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def dump(word_ptr, out_ptr, V: tl.constexpr):
+        i = tl.arange(0, V)
+        tl.store(out_ptr + i, sample.exponential(tl.load(word_ptr), i))
+
+    words = torch.randint(-(2**62), 2**62, (1,))
+    out = poison(1, 4096)
+    dump[(1,)](words, out, V=4096)
+    assert torch.allclose(out, noise_from_words(words, 4096, torch.float32), rtol=1e-6, atol=0)
+
+
+def test_greedy_verify() -> None:
+    target, row_of, rows = torch.randint(0, 9, (12,)), torch.randint(0, 12, (64, 4)), torch.randint(0, 5, (64,))
+    draft = torch.where(torch.rand(64, 3) < 0.8, target[row_of[:, :3]], 0)
+    got = [torch.full((64,), -9), torch.full((64, 4), -9), torch.full((64,), -9)]
+    sample.launch_greedy_verify(target, row_of, rows, draft, *got)
+    for a, b in zip(got, ops_sample.greedy_verify(target, row_of, rows, draft), strict=True):
+        assert torch.equal(a, b)
+    assert set(got[0].tolist()) == {0, 1, 2, 3}
+
+
+def test_ngram_match() -> None:
+    history = torch.randint(0, 3, (5, 3000))
+    slot, end = torch.tensor([3, 1, 4, 2]), torch.tensor([2500, 0, 7, 60])
+    out = torch.full((4,), -1)
+    ngram.launch_ngram_match(history, slot, end, out, columns=2600, min_n=2, max_n=5)
+    assert torch.equal(out, ops_ngram.ngram_match(history, slot, end, 2600, 2, 5))

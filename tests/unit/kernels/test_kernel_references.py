@@ -1,0 +1,198 @@
+"""The torch references against definitions written out by hand, and the ops' schemas and fakes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.draft.ngram import match_lengths
+from slipstream.kernels import attention, gemm, ngram, norm, registry, rope, sample
+from slipstream.kernels.workspace import Workspace
+from slipstream.sampling.rng import PURPOSE_COUPLED, race_noise, stream_words
+from slipstream.types import VerifyMode
+from slipstream.verify import OneHot, VerifyRows, verify
+from tests.support.kernel_cases import attention_by_loops, paged_case, relative_error, rope_tables
+
+R, K, N = 3, 96, 160
+
+
+def ws() -> tuple[torch.Tensor, torch.Tensor]:
+    w = Workspace("cpu", floats=1, counters=1)
+    return w.partial, w.counters
+
+
+def test_registry_names_exactly_the_defined_ops() -> None:
+    registry.load()
+    defined = {n for n in dir(torch.ops.slipstream) if hasattr(getattr(torch.ops.slipstream, n), "default")}
+    assert set(registry.KERNELS) <= defined
+    for name in registry.KERNELS:
+        op = getattr(torch.ops.slipstream, name).default
+        for key in ("CUDA", "Meta"):
+            assert torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key), (name, key)
+
+
+def test_streaming_rms_norm_is_rms_norm() -> None:
+    x, w = torch.randn(R, K, dtype=torch.float64), torch.randn(N, K, dtype=torch.float64)
+    gain = torch.rand(K, dtype=torch.float64)
+    scaled, sq = norm.norm_prepare(x, gain)
+    want = norm.rms_norm(x, gain, 1e-5) @ w.T
+    assert relative_error(gemm.stream_linear(scaled, w, None, sq, 1e-5, *ws()), want) < 1e-13
+    gate, up = want.chunk(2, -1)
+    got = gemm.stream_swiglu(scaled, w, sq, 1e-5, *ws())
+    assert relative_error(got, gate * torch.sigmoid(gate) * up) < 1e-13
+    assert relative_error(norm.silu_mul(want), gate * torch.sigmoid(gate) * up) < 1e-13
+
+
+def test_residual_product_hands_the_next_norm_its_sums() -> None:
+    x, w, res = torch.randn(R, K).double(), torch.randn(N, K).double(), torch.randn(R, N).double()
+    gain = torch.rand(N).double()
+    h, scaled, sq = gemm.stream_residual(x, w, res, gain, *ws())
+    assert relative_error(h, res + x @ w.T) < 1e-13
+    assert relative_error(scaled, h * gain) < 1e-13
+    assert relative_error(sq.sum(0), (h * h).sum(1)) < 1e-13
+    both, normed = norm.residual_norm(x @ w.T, res, gain, 1e-5)
+    assert relative_error(both, h) < 1e-13
+    assert relative_error(normed, scaled * torch.rsqrt(sq.sum(0) / N + 1e-5)[:, None]) < 1e-13
+
+
+def test_head_argmax_takes_the_lowest_of_equals() -> None:
+    w = torch.randn(N, K)
+    w[[7, 90, 150]] = w[7] * 9
+    x = w[7].repeat(R, 1)
+    logits, best, where = gemm.stream_head(x, w, None, 0.0, *ws())
+    assert sample.argmax_finish(best, where, N).tolist() == [7] * R
+    assert sample.argmax_rows(logits).tolist() == [7] * R
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("page", [1, 4])
+def test_paged_attention_is_its_definition(tree: bool, page: int) -> None:
+    case = paged_case([9, 20, 1], [3, 1, 4], tree=tree, page=page)
+    q = torch.randn(case.slot.shape[0], 6, 16)
+    got = attention.paged_attention(q, case.k, case.v, case.table, case.slot, case.pos, case.tree, 0.25, *ws())
+    assert relative_error(got, attention_by_loops(q, case, 0.25)) < 1e-6
+    assert (got[case.slot == 0] == 0).all()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_rope_write_goes_to_the_rows_cells_and_the_sink(qk_norm: bool) -> None:
+    heads, kv_heads, dim, page = 6, 2, 16, 4
+    case = paged_case([9, 20, 1], [3, 1, 4], page=page)
+    k, v = torch.full_like(case.k, float("nan")), torch.full_like(case.v, float("nan"))
+    cos, sin = rope_tables(12, dim)
+    rows = case.slot.shape[0]
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
+    gains = (torch.rand(dim), torch.rand(dim)) if qk_norm else (None, None)
+    pos = case.pos.clone()
+    pos[1] = 10_000  # beyond the table: to the sink
+    q = rope.rope_kv_write(qkv, k, v, cos, sin, *gains, case.table, case.slot, case.pos, pos, heads, 1e-6)
+    written = 0
+    for r in range(rows):
+        s, p = int(case.slot[r]), int(pos[r])
+        angle = min(int(case.pos[r]), 11)
+        x = qkv[r].view(-1, dim)
+        for h in range(heads + kv_heads):
+            y = x[h]
+            if qk_norm:
+                y = y / (y.square().mean() + 1e-6).sqrt() * gains[0 if h < heads else 1]
+            z = torch.complex(y[: dim // 2], y[dim // 2 :]) * torch.complex(cos[angle], sin[angle])
+            want = torch.cat([z.real, z.imag])
+            if h < heads:
+                assert torch.allclose(q[r, h], want, atol=1e-5)
+            elif s and p < case.table.shape[1] * page:
+                assert torch.allclose(k[case.table[s, p // page], p % page, h - heads], want, atol=1e-5)
+                assert torch.equal(v[case.table[s, p // page], p % page, h - heads], x[h + kv_heads])
+                written += 1
+    assert written == 7 * kv_heads
+    assert int((~k[1:].isnan()).all(-1).sum()) == written, "nothing else is written outside the sink"
+
+
+def test_ngram_match_is_the_drafters_match() -> None:
+    history = torch.randint(0, 3, (5, 200))
+    slot, end = torch.tensor([3, 1, 4, 2]), torch.tensor([150, 0, 7, 60])
+    rank = ngram.ngram_match(history, slot, end, 180, 2, 5)
+    lengths = match_lengths(history[slot][:, :180], end, 5)
+    column = torch.arange(180)
+    usable = (lengths >= 2) & (column < end[:, None])
+    assert torch.equal(rank, torch.where(usable, lengths * 180 + column, -1).amax(1))
+    assert (rank >= 0).sum() >= 2 and rank[1] == -1
+
+
+def _verify_rows(vocab: int, mode: VerifyMode) -> tuple[torch.Tensor, VerifyRows]:
+    logits = torch.randn(12, vocab)
+    rows = torch.tensor([4, 1, 0, 3])
+    draft = torch.randint(0, vocab, (4, 3))
+    row_of = torch.arange(12).view(4, 3).repeat(1, 2)[:, :4] % 12
+    draft[0, :2] = logits.argmax(-1)[row_of[0, :2]]
+    return logits, VerifyRows(
+        mode_B=torch.full((4,), int(mode)),
+        key_B=torch.randint(-(2**62), 2**62, (4,)),
+        child_B=torch.zeros(4, dtype=torch.int64),
+        base_B=torch.tensor([5, 9, 0, 100]),
+        row_of_BW=row_of,
+        rows_B=rows,
+        draft_BK=draft,
+        q=OneHot(),
+    )
+
+
+def test_greedy_verify_is_verify() -> None:
+    logits, rows = _verify_rows(50, VerifyMode.GREEDY)
+    want = verify(logits, rows, sampled=False, coupled=False, rejection=False)
+    got = sample.greedy_verify(logits.argmax(-1), rows.row_of_BW, rows.rows_B, rows.draft_BK)
+    assert [t.tolist() for t in got] == [want.accepted_B.tolist(), want.tokens_BW.tolist(), want.n_emitted_B.tolist()]
+    assert want.accepted_B.tolist()[0] >= 2
+
+
+def test_race_is_argmin_of_noise_over_weights() -> None:
+    p = torch.softmax(torch.randn(4, 300) * 3, -1)
+    key, zero, pos = torch.randint(-(2**62), 2**62, (4,)), torch.zeros(4, dtype=torch.int64), torch.arange(4)
+    words = stream_words(key, zero, pos, 0, PURPOSE_COUPLED)
+    noise = race_noise(key, zero, pos, PURPOSE_COUPLED, 300, torch.float32)
+    no = torch.zeros(4, dtype=torch.bool)
+    got = sample.race_tokens(p, torch.arange(4), words, no, zero, zero, None)
+    assert torch.equal(got, (noise / p).argmin(-1))
+    # The refused draft cannot win, and with q = p there is nothing left, so p itself races.
+    again = sample.race_tokens(p, torch.arange(4), words, ~no, zero, got, None)
+    assert (again != got).all()
+    assert torch.equal(sample.race_tokens(p, torch.arange(4), words, ~no, zero, got, p.unsqueeze(1)), got)
+
+
+def test_fakes_agree_with_the_references() -> None:
+    from torch.library import opcheck
+
+    x, w = torch.randn(R, 64), torch.randn(128, 64)
+    sq, gain = torch.rand(4, R), torch.rand(128)
+    checks = ("test_schema", "test_faketensor")
+    ops = torch.ops.slipstream
+    opcheck(ops.stream_linear.default, (x, w, None, sq, 1e-5, *ws()), test_utils=checks)
+    opcheck(ops.stream_swiglu.default, (x, w, sq, 1e-5, *ws()), test_utils=checks)
+    opcheck(ops.stream_residual.default, (x, w, torch.randn(R, 128), gain, *ws()), test_utils=checks)
+    opcheck(ops.stream_head.default, (x, w, sq, 1e-5, *ws()), test_utils=checks)
+    opcheck(ops.rms_norm.default, (x, torch.rand(64), 1e-5), test_utils=checks)
+    opcheck(ops.residual_norm.default, (x, x.clone(), torch.rand(64), 1e-5), test_utils=checks)
+    opcheck(ops.norm_prepare.default, (x, torch.rand(64)), test_utils=checks)
+    opcheck(ops.silu_mul.default, (x,), test_utils=checks)
+    opcheck(ops.argmax_rows.default, (x,), test_utils=checks)
+    case = paged_case([5, 7], [1, 2])
+    rows = case.slot.shape[0]
+    q = torch.randn(rows, 4, 16)
+    opcheck(
+        ops.paged_attention.default,
+        (q, case.k, case.v, case.table, case.slot, case.pos, None, 0.25, *ws()),
+        test_utils=checks,
+    )
+    cos, sin = rope_tables(32, 16)
+    k, v = torch.zeros_like(case.k), torch.zeros_like(case.v)
+    where = (case.table, case.slot, case.pos, case.pos)
+    opcheck(
+        ops.rope_kv_write.default,
+        (torch.randn(rows, 8 * 16), k, v, cos, sin, None, None, *where, 4, 1e-5),
+        test_utils=checks,
+    )
+    opcheck(
+        ops.stream_rope.default,
+        (torch.randn(rows, 64), w, None, None, 0.0, k, v, cos, sin, None, None, 1e-5, *where, 4, *ws()),
+        test_utils=checks,
+    )
+    opcheck(ops.ngram_match.default, (torch.zeros(3, 9, dtype=torch.int64), *torch.tensor([[1, 2], [3, 4]]), 9, 1, 3))

@@ -17,7 +17,7 @@ from slipstream.device.control import Pairs
 
 def staging(*shape: int, device: torch.device) -> Tensor:
     """Host int64 zeros, pinned when `device` is a GPU that can use it."""
-    pinned = device.type == "cuda" and torch.cuda.is_available()
+    pinned = device.type == "cuda"
     try:
         return torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
     except RuntimeError:

@@ -67,7 +67,7 @@ def _(
     from slipstream.kernels.jit import attention
 
     rows, heads, dim = q_RND.shape
-    c = attention_config(rows)
+    c = attention_config(rows, dim)
     need = rows * heads * c.splits * (dim + 2) if c.splits > 1 else 0
     assert need <= partial.numel() and rows * k_PSKD.shape[2] <= counters.numel(), "the workspace is too small"
     out_RND = torch.empty_like(q_RND, memory_format=torch.contiguous_format)

@@ -100,10 +100,10 @@ def _split(epilogue: Epilogue, outputs: int, k: int, bk: int) -> int:
     return split
 
 
-def attention_config(rows: int) -> AttentionConfig:
+def attention_config(rows: int, dim: int = 128) -> AttentionConfig:
     """Few rows: many splits, to use the whole GPU. Many rows fill it by themselves."""
     if rows <= 4:
         return AttentionConfig(splits=8, block=64, warps=8)
-    if rows <= 16:
-        return AttentionConfig(splits=4, block=128)
+    if rows <= 16 or dim <= 64:
+        return AttentionConfig(splits=4 if rows <= 16 else 2, block=128)
     return AttentionConfig(splits=2, block=32, stages=3)

@@ -50,7 +50,7 @@ def _tile(w_ptr, w_desc, row, rows, first_k, k, limit, K, EVEN: tl.constexpr, TM
 
 @triton.jit
 def _finish(
-    a, b, sq, tile, n, r, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_out_ptr, bias_ptr, best_ptr, where_ptr,
+    a, b, sq, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_out_ptr, bias_ptr, best_ptr, where_ptr,
     k_ptr, v_ptr, cos, sin, cell, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
     BN: tl.constexpr, RB: tl.constexpr, EPI: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     STORE_OUT: tl.constexpr, HEADS: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr,
@@ -67,7 +67,7 @@ def _finish(
         if two:
             b = b + tl.load(bias_ptr + n + pair, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if EPI == _RESIDUAL:
-        store_residual(a, tile, n, r, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_out_ptr, R, N)
+        store_residual(a, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_out_ptr, R, N)
     elif EPI == _HEAD:
         store_head(a, tile, n, r, out_ptr, best_ptr, where_ptr, R, N, STORE_OUT)
     elif EPI == _ROPE:
@@ -123,11 +123,18 @@ def stream_gemm_kernel(
         sq = tl.load(
             sq_in_ptr + t[:, None] * R + r[None, :], mask=(t[:, None] < SQ_TILES) & (r[None, :] < R), other=0.0
         )
+    # What the epilogue adds is read early: at the end each dependent read would stand alone.
+    res = tl.zeros([1, 1], tl.float32)
+    gain = tl.zeros([1], tl.float32)
+    if EPI == _RESIDUAL:
+        res = tl.load(
+            res_ptr + r[None, :].to(tl.int64) * N + n[:, None], mask=(n[:, None] < N) & (r[None, :] < R), other=0.0
+        )
+        gain = tl.load(gain_ptr + n, mask=n < N, other=0.0)
     cos = tl.zeros([1, 1], tl.float32)
     sin = cos
     cell = tl.zeros([RB], tl.int64)
     if EPI == _ROPE:
-        # Read early: at the end these three dependent reads would stand alone.
         ok = r < R
         slot = tl.load(slot_ptr + r, mask=ok, other=0)
         cell = cache_cell(table_ptr, slot, tl.load(kv_pos_ptr + r, mask=ok, other=0), table_width, page_size, ok)
@@ -157,7 +164,7 @@ def stream_gemm_kernel(
             up = _tile(w2_ptr, w_desc, pair + tile * BN, n, block * BK, k, N, K, EVEN, TMA)
             b = tl.dot(up, x, b, input_precision="ieee")
     if SPLIT == 1:
-        _finish(a, b, sq, tile, n, r, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_out_ptr, bias_ptr, best_ptr,
+        _finish(a, b, sq, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_out_ptr, bias_ptr, best_ptr,
                 where_ptr, k_ptr, v_ptr, cos, sin, cell, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
                 BN, RB, EPI, NORM, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM)  # fmt: skip
     else:
@@ -180,7 +187,7 @@ def stream_gemm_kernel(
                 a += tl.load(theirs + place, mask=kept, other=0.0, cache_modifier=".cg")
                 if two:
                     b += tl.load(theirs + RB * BN + place, mask=kept, other=0.0, cache_modifier=".cg")
-            _finish(a, b, sq, tile, n, r, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_out_ptr, bias_ptr, best_ptr,
+            _finish(a, b, sq, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_out_ptr, bias_ptr, best_ptr,
                     where_ptr, k_ptr, v_ptr, cos, sin, cell, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
                     BN, RB, EPI, NORM, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM)  # fmt: skip
             tl.store(cnt_ptr + tile, 0)  # ready for the next launch

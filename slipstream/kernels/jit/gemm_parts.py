@@ -12,15 +12,14 @@ _NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit
-def store_residual(a, tile, n, r, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_ptr, R, N):
+def store_residual(a, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_ptr, R, N):
     """h = res + a; also h * gain, and this tile's share of each row's sum of squares, for the next RMSNorm."""
     inside = (n[:, None] < N) & (r[None, :] < R)
     at = r[None, :].to(tl.int64) * N + n[:, None]
-    h = (a + tl.load(res_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(out_ptr.dtype.element_ty)
+    h = (a + res.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, h, mask=inside)
     h = h.to(tl.float32)
-    gain = tl.load(gain_ptr + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(scaled_ptr + at, (h * gain[:, None]).to(scaled_ptr.dtype.element_ty), mask=inside)
+    tl.store(scaled_ptr + at, (h * gain.to(tl.float32)[:, None]).to(scaled_ptr.dtype.element_ty), mask=inside)
     # Padding is zero, so it adds nothing to the row's sum of squares.
     tl.store(sq_ptr + tile * R + r, tl.sum(tl.where(inside, h * h, 0.0), axis=0), mask=r < R)
 

@@ -1,0 +1,106 @@
+"""The CUDA frame as a program for the auditor's proof without a GPU.
+
+`slipstream audit prove slipstream.benchmark.frame_program:build` runs the production frame under fake CUDA tensors:
+control upload, decode frame, prefill chunk, packed records. What cannot exist without a GPU (graphs, events, the copy
+down) is not in it; those are the lines of device/graphs.py and RecordRing.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from slipstream.audit import Program
+from slipstream.config import EngineConfig
+from slipstream.device.control import ControlWriter
+from slipstream.device.frame import Frame
+from slipstream.device.staging import UploadRing
+from slipstream.device.state import SlotState
+from slipstream.draft.ngram import NgramDrafter
+from slipstream.kernels.workspace import Workspace
+from slipstream.memory.kv import KVPages
+from slipstream.models.config import parse_hf_config
+from slipstream.models.decoder import Decoder
+from slipstream.models.dummy import DummyWeights
+from slipstream.models.fused import FusedDecoder
+from slipstream.models.registry import model_class
+from slipstream.models.weights import WeightBuilder
+from slipstream.types import Admit, FramePlan, PageAppend, PrefillSpan, Request, SamplingParams
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+KERNELS = (
+    "slipstream::norm_prepare",
+    "slipstream::stream_rope",
+    "slipstream::paged_attention",
+    "slipstream::stream_residual",
+    "slipstream::stream_swiglu",
+    "slipstream::stream_head",
+    "slipstream::argmax_finish",
+)
+
+
+def build(kind: str = "greedy", plant: str = "") -> Program:
+    """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
+
+    kind: greedy or sampled. plant: "module:function" that puts a known fault back into a production function, to
+    see that the proof turns red (tests/unit/test_frame_proof.py).
+    """
+    device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
+    engine = EngineConfig(max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts)
+    config = parse_hf_config(dict(CONFIG))
+    weights = WeightBuilder(DummyWeights(config, seed=0, device=device), device=device, dtype=torch.bfloat16)
+    model = model_class(config.architecture)(config, weights)
+    assert isinstance(model, Decoder)
+    kv = KVPages(
+        num_layers=config.num_layers, num_pages=engine.num_pages, page_size=page, num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
+    )  # fmt: skip
+    state = SlotState(
+        max_slots=slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot, num_drafts=drafts,
+        chunk_rows=engine.prefill_chunk, device=device,
+    )  # fmt: skip
+    workspace = Workspace(device)
+    frame = Frame(
+        model=model, kv=kv, state=state, drafter=NgramDrafter(slots=slots, max_drafts=drafts, device=device),
+        fused=FusedDecoder(model, kv, workspace), workspace=workspace,
+    )  # fmt: skip
+    if plant:
+        module, _, name = plant.partition(":")
+        getattr(importlib.import_module(module), name)()
+    control = ControlWriter(state.offset, state.shapes, num_drafts=drafts)
+    ring = UploadRing(state.arena, slots=3, capacity=state.arena.numel())
+    sampled = kind == "sampled"
+    plans = [_plan(i, slots, sampled) for i in range(2)]
+    turn = iter(range(1 << 30))
+
+    def one() -> None:
+        plan = plans[next(turn) % 2]
+        with torch.inference_mode():
+            ring.send(control.pairs(plan))
+            frame.decode(plan, state.decode_B[: len(plan.decode)]).pack()
+            last = sum(s.last for s in plan.prefill)
+            record = frame.prefill(plan, plan.prefill, last)
+            assert record is not None
+            record.pack()
+
+    return Program(one, 2, KERNELS)
+
+
+def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:
+    params = SamplingParams(temperature=0.7 if sampled else 0, top_p=0.9 if sampled else 1, max_tokens=8)
+    slot = 5 + seq
+    request = Request(request_id=str(seq), prompt_token_ids=(1, 2, 3, 4), params=params, max_len=12)
+    return FramePlan(
+        seq=seq,
+        admits=(Admit(slot=slot, generation=seq + 1, request=request, tokens=(1, 2, 3, 4), start=0, pages=(9,)),),
+        pages=(PageAppend(slot=1, first=1, pages=(20 + seq,)),), decode=(1, 2, 3, 4), rows=16, width=4, len_ub=128,
+        first_page=(-1,) * 4, prefill=(PrefillSpan(slot=slot, start=0, length=4, last=True),), prefill_first_page=(-1,),
+        sampled=sampled, filtered=sampled, rejection=sampled, coupled=sampled,
+    )  # fmt: skip

@@ -1,0 +1,59 @@
+"""Known slow forms, each put back into a production function: what the proof must find. Used by tests only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.device import frame as frame_room
+from slipstream.draft.ngram import NgramDrafter
+from slipstream.models.fused import FusedDecoder
+from slipstream.verify import core as verify_core
+
+
+def scalar_per_draft_step() -> None:
+    """Founding case 2: a scalar made with torch.tensor(n, device=...) in the drafter, once per step."""
+    propose = NgramDrafter.propose
+
+    def slow(self: NgramDrafter, first: Any, view: Any) -> Any:
+        for step in range(self.max_drafts):
+            torch.tensor(step, device=view.committed_B.device)
+        return propose(self, first, view)
+
+    NgramDrafter.propose = slow  # type: ignore[method-assign]
+
+
+def length_read_back() -> None:
+    """device room: the frame reads the longest length to size its attention."""
+    pack = frame_room.pack_rows
+
+    def slow(state: Any, slot_B: Tensor, **kw: Any) -> Any:
+        int(state.committed_S[slot_B].max())
+        return pack(state, slot_B, **kw)
+
+    frame_room.pack_rows = slow  # type: ignore[assignment]
+
+
+def boolean_index_in_verify() -> None:
+    """verify room: accepted counts gathered with a boolean mask."""
+    real = verify_core._accepted
+
+    def slow(*args: Any) -> Tensor:
+        accepted_B = real(*args)
+        accepted_B[accepted_B > 0].sum()
+        return accepted_B
+
+    verify_core._accepted = slow
+
+
+def positions_from_a_list() -> None:
+    """models room: positions built from a Python list and copied from pageable memory."""
+    run = FusedDecoder.run
+
+    def slow(self: FusedDecoder, token_R: Tensor, slot_R: Tensor, pos_R: Tensor, table_SP: Tensor, **kw: Any) -> Any:
+        torch.tensor(list(range(token_R.shape[0]))).to(pos_R.device, non_blocking=True)
+        return run(self, token_R, slot_R, pos_R, table_SP, **kw)
+
+    FusedDecoder.run = slow  # type: ignore[method-assign]

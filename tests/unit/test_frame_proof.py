@@ -1,0 +1,37 @@
+"""The production frame on fake CUDA tensors never waits for the device; each known slow form put back is seen."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.audit import prove
+
+TARGET = "slipstream.benchmark.frame_program:build"
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_the_frame_is_clean(kind: str) -> None:
+    proof = prove(TARGET, args=[kind])
+    assert proof.exit_code == 0, proof.table()
+    assert proof.frames == 2 and proof.ops > 500
+    assert proof.kernels["slipstream::stream_rope"] == 4
+
+
+@pytest.mark.parametrize(
+    ("plant", "rule"),
+    [
+        ("scalar_per_draft_step", "tensor-literal"),  # founding case 2
+        ("length_read_back", "host-read"),
+        ("boolean_index_in_verify", "boolean-index"),
+        ("positions_from_a_list", "pageable-copy"),
+    ],
+)
+def test_a_fault_put_back_turns_it_red(plant: str, rule: str) -> None:
+    proof = prove(TARGET, args=["greedy", f"tests.support.plants:{plant}"])
+    assert proof.exit_code == 1, proof.table()
+    assert {f.rule for f in proof.report.findings} == {rule}
+    assert all("plants.py" in str(f.site) for f in proof.report.findings)
+
+
+def test_an_unreached_kernel_is_no_proof() -> None:
+    assert prove(TARGET, kernels=["slipstream::no_such_kernel"]).exit_code == 2

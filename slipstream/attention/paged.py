@@ -86,6 +86,7 @@ class PagedAttention:
         for caches whose pages are not zeroed when they change hands.
         """
         slots, width = grid.pos_BW.shape
+        self.slots = slots
         self.kv = kv
         self.cache_slot_R = cache_slot_R
         self.width = width
@@ -98,7 +99,7 @@ class PagedAttention:
         lone = slots == 1 and len(first_page) == 1 and first_page[0] > 0
         # In place, masked columns may belong to others: finite numbers, times a probability of zero.
         fits = lone and first_page[0] * page + columns <= kv.flat[0][0].shape[0]
-        self.run_start = first_page[0] * page if fits else -1
+        self.in_place = kv.in_place(first_page[0] * page, columns) if fits else ()
         if not fits:
             have = min(num_pages, table_BP.shape[1])
             wanted_BP = table_BP[:, :have]
@@ -121,27 +122,28 @@ class PagedAttention:
         flat_k.index_copy_(0, self.cache_slot_R, k_RKD)
         flat_v.index_copy_(0, self.cache_slot_R, v_RKD)
         rows, heads, dim = q_RND.shape
-        slots, pad, group = self.mask.shape[0], self.pad, self.group
+        slots, pad, group = self.slots, self.pad, self.group
         kv_heads = heads // group
-        if self.run_start >= 0:
-            k = flat_k.narrow(0, self.run_start, self.columns).view(1, self.columns, kv_heads, dim)
-            v = flat_v.narrow(0, self.run_start, self.columns).view(1, self.columns, kv_heads, dim)
+        if self.in_place:
+            k, v = self.in_place[2 * layer], self.in_place[2 * layer + 1]
         else:
             paged_k, paged_v = self.kv.paged[layer]
             k = paged_k.index_select(0, self.pages).view(slots, -1, kv_heads, dim)[:, : self.columns]
             v = paged_v.index_select(0, self.pages).view(slots, -1, kv_heads, dim)[:, : self.columns]
-        if self.seen_BL11 is not None:
-            k, v = torch.where(self.seen_BL11, k, 0), torch.where(self.seen_BL11, v, 0)
+            if self.seen_BL11 is not None:
+                k, v = torch.where(self.seen_BL11, k, 0), torch.where(self.seen_BL11, v, 0)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
         grid = self.grid
-        if grid.row_of_BW is None:
-            q = q_RND.view(slots, self.width, heads, dim)
-        else:
-            q = q_RND.index_select(0, grid.row_of_BW.view(-1)).view(slots, self.width, heads, dim)
+        q = q_RND if grid.row_of_BW is None else q_RND.index_select(0, grid.row_of_BW.view(-1))
+        q = q.view(slots, self.width, kv_heads, group, dim)
         if pad > self.width:
-            q = torch.cat([q, q[:, -1:].expand(slots, pad - self.width, heads, dim)], 1)
-        q = q.view(slots, pad, kv_heads, group, dim).transpose(1, 2).reshape(slots, kv_heads, pad * group, dim)
-        o = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=self.mask)
-        o = o.view(slots, kv_heads, pad, group, dim).transpose(1, 2).reshape(slots, pad, heads, dim)
+            if self.width == 1:
+                q = q.expand(slots, pad, kv_heads, group, dim)
+            else:
+                q = torch.cat([q, q[:, -1:].expand(slots, pad - self.width, kv_heads, group, dim)], 1)
+        q = q.transpose(1, 2).reshape(slots, kv_heads, pad * group, dim)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        o = o.view(slots, kv_heads, pad, group, dim).transpose(1, 2)
         if grid.cell_of_R is None:
             return o[:, : self.width].reshape(rows, heads, dim)
         # cell_of_R counts cells of width W; the padded grid is wider.

@@ -49,6 +49,12 @@ class KVPages:
     def bytes_for(layers: int, pages: int, page_size: int, kv_heads: int, dim: int, dtype: torch.dtype) -> int:
         return layers * 2 * pages * page_size * kv_heads * dim * dtype.itemsize
 
+    def in_place(self, start: int, tokens: int) -> tuple[Tensor, ...]:
+        """One run of cache cells as [1, K, tokens, D] views: layer 0's keys, its values, layer 1's keys ..."""
+        layers, two, pages, page_size, kv_heads, dim = self.data.shape
+        run = self.data.view(layers * two, 1, pages * page_size, kv_heads, dim).narrow(2, start, tokens)
+        return run.transpose(2, 3).unbind(0)
+
     @property
     def nbytes(self) -> int:
         return self.data.numel() * self.data.element_size()

@@ -37,6 +37,7 @@ class GemmConfig:
     stages: int = 4
     tma: bool = False
     hold: bool = False
+    early: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,8 +51,8 @@ def paged_attention_kernel(
         # pos is here the last committed position; bit j of `tree` shows in-flight row j of the slot.
         tree = tl.load(tree_ptr + row, mask=mine, other=0)
         bit = tl.arange(0, 64)
-        shown = ((tree[:, None] >> bit[None, :].to(tl.int64)) & 1) != 0
-        length += tl.max(tl.max(tl.where(shown, bit[None, :] + 1, 0), axis=1), axis=0)
+        flying = ((tree[:, None] >> bit[None, :].to(tl.int64)) & 1) != 0
+        length += tl.max(tl.max(tl.where(flying, bit[None, :] + 1, 0), axis=1), axis=0)
     blocks = tl.cdiv(length, BT)
     live = tl.minimum(blocks, SPLITS)
     pages = table_ptr + slot.to(tl.int64) * table_width

@@ -23,10 +23,11 @@ from slipstream.kernels.jit.gemm_parts import (
     ROPE,
     SILU,
     STORE,
-    cache_cell,
+    rope_cells,
     store_head,
     store_residual,
     store_rope,
+    sum_squares,
 )
 from slipstream.kernels.tuning import rows_bucket
 
@@ -50,15 +51,19 @@ def _tile(w_ptr, w_desc, row, rows, first_k, k, limit, K, EVEN: tl.constexpr, TM
 
 @triton.jit
 def _finish(
-    a, b, sq, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_out_ptr, bias_ptr, best_ptr, where_ptr,
-    k_ptr, v_ptr, cos, sin, cell, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
-    BN: tl.constexpr, RB: tl.constexpr, EPI: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    STORE_OUT: tl.constexpr, HEADS: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr,
+    a, b, squares, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr, bias_ptr,
+    best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, table_ptr, slot_ptr, rope_pos_ptr,
+    kv_pos_ptr, R, N, K, pair, eps, qk_eps, table_width, page_size, rope_len,
+    BN: tl.constexpr, RB: tl.constexpr, EPI: tl.constexpr, NORM: tl.constexpr, SQ_TILES: tl.constexpr,
+    SQ_PAD: tl.constexpr, BIAS: tl.constexpr, STORE_OUT: tl.constexpr, HEADS: tl.constexpr, KH: tl.constexpr,
+    D: tl.constexpr, QK_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of one complete tile; a, b are [BN, RB] float32."""
     two: tl.constexpr = EPI == _SILU or EPI == _ROPE
     if NORM:
-        rstd = tl.rsqrt(tl.sum(sq, axis=0) / K + eps)
+        if EARLY & 1 == 0:
+            squares = sum_squares(sq_in_ptr, r, R, SQ_TILES, SQ_PAD)
+        rstd = tl.rsqrt(squares / K + eps)
         a = a * rstd[None, :]
         if two:
             b = b * rstd[None, :]
@@ -67,11 +72,14 @@ def _finish(
         if two:
             b = b + tl.load(bias_ptr + n + pair, mask=n < N, other=0.0).to(tl.float32)[:, None]
     if EPI == _RESIDUAL:
-        store_residual(a, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_out_ptr, R, N)
+        store_residual(a, tile, n, r, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_out_ptr, R, N)
     elif EPI == _HEAD:
         store_head(a, tile, n, r, out_ptr, best_ptr, where_ptr, R, N, STORE_OUT)
     elif EPI == _ROPE:
-        store_rope(a, b, n, r, out_ptr, k_ptr, v_ptr, cos, sin, cell, q_gain_ptr, k_gain_ptr, R, N, qk_eps,
+        if EARLY & 2 == 0:
+            cell, pos = rope_cells(table_ptr, slot_ptr, kv_pos_ptr, rope_pos_ptr, r, R, table_width, page_size,
+                                   rope_len)  # fmt: skip
+        store_rope(a, b, n, r, out_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, pos, cell, q_gain_ptr, k_gain_ptr, R, N, qk_eps,
                    HEADS, KH, D, BN, RB, QK_NORM)  # fmt: skip
     else:
         if EPI == _SILU:
@@ -89,7 +97,7 @@ def stream_gemm_kernel(
     BN: tl.constexpr, BK: tl.constexpr, RB: tl.constexpr, SPLIT: tl.constexpr, EPI: tl.constexpr,
     NORM: tl.constexpr, SQ_TILES: tl.constexpr, SQ_PAD: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     STORE_OUT: tl.constexpr, HEADS: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles * SPLIT. A tile is BN rows n of w, for SILU and ROPE also rows n + pair. N: rows n may reach."""
     two: tl.constexpr = EPI == _SILU or EPI == _ROPE
@@ -117,31 +125,16 @@ def stream_gemm_kernel(
             held_b = _tile(w2_ptr, w_desc, tile * BN, n, lo * BK, lo * BK + kk, N, K, EVEN, False)
     if PDL:
         tlx.gdc_wait()
-    sq = tl.zeros([1, RB], tl.float32)
+    squares = tl.zeros([RB], tl.float32)
     if NORM:
-        t = tl.arange(0, SQ_PAD)
-        sq = tl.load(
-            sq_in_ptr + t[:, None] * R + r[None, :], mask=(t[:, None] < SQ_TILES) & (r[None, :] < R), other=0.0
-        )
-    # What the epilogue adds is read early: at the end each dependent read would stand alone.
-    res = tl.zeros([1, 1], tl.float32)
-    gain = tl.zeros([1], tl.float32)
-    if EPI == _RESIDUAL:
-        res = tl.load(
-            res_ptr + r[None, :].to(tl.int64) * N + n[:, None], mask=(n[:, None] < N) & (r[None, :] < R), other=0.0
-        )
-        gain = tl.load(gain_ptr + n, mask=n < N, other=0.0)
-    cos = tl.zeros([1, 1], tl.float32)
-    sin = cos
+        if EARLY & 1 != 0:
+            squares = sum_squares(sq_in_ptr, r, R, SQ_TILES, SQ_PAD)
     cell = tl.zeros([RB], tl.int64)
+    pos = cell
     if EPI == _ROPE:
-        ok = r < R
-        slot = tl.load(slot_ptr + r, mask=ok, other=0)
-        cell = cache_cell(table_ptr, slot, tl.load(kv_pos_ptr + r, mask=ok, other=0), table_width, page_size, ok)
-        pos = tl.minimum(tl.maximum(tl.load(rope_pos_ptr + r, mask=ok, other=0), 0), rope_len - 1)
-        angle = pos[None, :].to(tl.int64) * (D // 2) + (n % D)[:, None]
-        cos = tl.load(cos_ptr + angle, mask=ok[None, :], other=0.0)
-        sin = tl.load(sin_ptr + angle, mask=ok[None, :], other=0.0)
+        if EARLY & 2 != 0:
+            cell, pos = rope_cells(table_ptr, slot_ptr, kv_pos_ptr, rope_pos_ptr, r, R, table_width, page_size,
+                                   rope_len)  # fmt: skip
     a = tl.zeros([BN, RB], tl.float32)
     b = tl.zeros([BN, RB], tl.float32)
     if HOLD:
@@ -164,9 +157,10 @@ def stream_gemm_kernel(
             up = _tile(w2_ptr, w_desc, pair + tile * BN, n, block * BK, k, N, K, EVEN, TMA)
             b = tl.dot(up, x, b, input_precision="ieee")
     if SPLIT == 1:
-        _finish(a, b, sq, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_out_ptr, bias_ptr, best_ptr,
-                where_ptr, k_ptr, v_ptr, cos, sin, cell, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
-                BN, RB, EPI, NORM, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM)  # fmt: skip
+        _finish(a, b, squares, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr,
+                bias_ptr, best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, table_ptr, slot_ptr,
+                rope_pos_ptr, kv_pos_ptr, R, N, K, pair, eps, qk_eps, table_width, page_size, rope_len,
+                BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM, EARLY)  # fmt: skip
     else:
         planes: tl.constexpr = 2 if two else 1
         place = r[None, :] * BN + tl.arange(0, BN)[:, None]
@@ -187,9 +181,10 @@ def stream_gemm_kernel(
                 a += tl.load(theirs + place, mask=kept, other=0.0, cache_modifier=".cg")
                 if two:
                     b += tl.load(theirs + RB * BN + place, mask=kept, other=0.0, cache_modifier=".cg")
-            _finish(a, b, sq, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_out_ptr, bias_ptr, best_ptr,
-                    where_ptr, k_ptr, v_ptr, cos, sin, cell, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
-                    BN, RB, EPI, NORM, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM)  # fmt: skip
+            _finish(a, b, squares, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr,
+                bias_ptr, best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, table_ptr, slot_ptr,
+                rope_pos_ptr, kv_pos_ptr, R, N, K, pair, eps, qk_eps, table_width, page_size, rope_len,
+                BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM, EARLY)  # fmt: skip
             tl.store(cnt_ptr + tile, 0)  # ready for the next launch
 
 
@@ -244,5 +239,5 @@ def launch_stream_gemm(
         SQ_PAD=triton.next_power_of_2(sq_tiles), BIAS=bias is not None, EVEN=even, STORE_OUT=store_out,
         HEADS=0 if o is None else o.heads, KH=1 if o is None else o.k.shape[2], D=2 if o is None else o.k.shape[3],
         QK_NORM=o is not None and o.q_gain is not None,
-        TMA=c.tma, PDL=pdl, HOLD=c.hold, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
+        TMA=c.tma, PDL=pdl, HOLD=c.hold, EARLY=c.early, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
     )  # fmt: skip

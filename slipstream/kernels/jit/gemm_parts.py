@@ -12,14 +12,15 @@ _NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit
-def store_residual(a, tile, n, r, res, gain, out_ptr, scaled_ptr, sq_ptr, R, N):
+def store_residual(a, tile, n, r, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_ptr, R, N):
     """h = res + a; also h * gain, and this tile's share of each row's sum of squares, for the next RMSNorm."""
     inside = (n[:, None] < N) & (r[None, :] < R)
     at = r[None, :].to(tl.int64) * N + n[:, None]
-    h = (a + res.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    h = (a + tl.load(res_ptr + at, mask=inside, other=0.0).to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + at, h, mask=inside)
     h = h.to(tl.float32)
-    tl.store(scaled_ptr + at, (h * gain.to(tl.float32)[:, None]).to(scaled_ptr.dtype.element_ty), mask=inside)
+    gain = tl.load(gain_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + at, (h * gain[:, None]).to(scaled_ptr.dtype.element_ty), mask=inside)
     # Padding is zero, so it adds nothing to the row's sum of squares.
     tl.store(sq_ptr + tile * R + r, tl.sum(tl.where(inside, h * h, 0.0), axis=0), mask=r < R)
 
@@ -47,8 +48,27 @@ def cache_cell(table_ptr, slot, at, table_width, page_size, ok):
 
 
 @triton.jit
+def sum_squares(sq_ptr, r, R, TILES: tl.constexpr, PAD: tl.constexpr):
+    """Each row's sum of squares from the tiles' shares [TILES, R]."""
+    t = tl.arange(0, PAD)
+    shares = tl.load(sq_ptr + t[:, None] * R + r[None, :], mask=(t[:, None] < TILES) & (r[None, :] < R), other=0.0)
+    return tl.sum(shares, axis=0)
+
+
+@triton.jit
+def rope_cells(table_ptr, slot_ptr, kv_pos_ptr, rope_pos_ptr, r, R, table_width, page_size, rope_len):
+    """Cache cell and angle row of each row."""
+    ok = r < R
+    slot = tl.load(slot_ptr + r, mask=ok, other=0)
+    at = tl.load(kv_pos_ptr + r, mask=ok, other=0)
+    pos = tl.load(rope_pos_ptr + r, mask=ok, other=0)
+    cell = cache_cell(table_ptr, slot, at, table_width, page_size, ok)
+    return cell, tl.minimum(tl.maximum(pos, 0), rope_len - 1).to(tl.int64)
+
+
+@triton.jit
 def store_rope(
-    a, b, n, r, out_ptr, k_ptr, v_ptr, cos, sin, cell, q_gain_ptr, k_gain_ptr, R, rows, eps,
+    a, b, n, r, out_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, pos, cell, q_gain_ptr, k_gain_ptr, R, rows, eps,
     HEADS: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, BN: tl.constexpr, RB: tl.constexpr,
     QK_NORM: tl.constexpr,
 ):  # fmt: skip
@@ -67,6 +87,9 @@ def store_rope(
         plain = (head >= HEADS + KH)[:, None]
         a = tl.where(plain, a, a * rstd * ga[:, None])
         b = tl.where(plain, b, b * rstd * gb[:, None])
+    angle = pos[None, :] * half + (n % D)[:, None]
+    cos = tl.load(cos_ptr + angle, mask=(r < R)[None, :], other=0.0)
+    sin = tl.load(sin_ptr + angle, mask=(r < R)[None, :], other=0.0)
     ya = (a * cos - b * sin).to(out_ptr.dtype.element_ty)
     yb = (b * cos + a * sin).to(out_ptr.dtype.element_ty)
     ok = (n < rows)[:, None] & (r < R)[None, :]

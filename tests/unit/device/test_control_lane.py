@@ -70,7 +70,8 @@ def test_later_rows_of_a_plan_win() -> None:
     """The old owner's drop, then the new owner, then its last chunk: in the end the slot is active."""
     state, writer, ring = make()
     plan = FramePlan(
-        seq=1, drops=(Drop(slot=2, generation=7),), admits=(admit(2, 8),), pages=(PageAppend(slot=2, first=2, pages=(5,)),),
+        seq=1, drops=(Drop(slot=2, generation=7),), admits=(admit(2, 8),),
+        pages=(PageAppend(slot=2, first=2, pages=(5,)),),
         prefill=(PrefillSpan(slot=2, start=0, length=3, last=True),), prefill_first_page=(-1,),
     )  # fmt: skip
     cells, _ = writer.pairs(plan)

@@ -28,6 +28,7 @@ class Metrics:
     def __init__(self, capacity: int = 1024) -> None:
         self.counters: Counter[str] = Counter()
         self.spec = SpecStats()
+        self.host_ns = self.wait_ns = 0  # plan + launch + collect, and waiting for results, since the start
         self._ring_np = np.zeros((capacity, len(_FIELDS)), dtype=np.float64)
         self._seen = 0
 
@@ -39,6 +40,7 @@ class Metrics:
         row_np = self._ring_np[plan.seq % len(self._ring_np)]
         row_np[:] = (slots, plan.rows, prefill_rows, 0, plan_ns / 1e3, launch_ns / 1e3, 0, 0)
         self.counters["launches"] += 1
+        self.host_ns += plan_ns + launch_ns
         self.counters["frames"] += slots > 0
         self.counters["rows"] += plan.rows
         self.counters["prefill_rows"] += prefill_rows
@@ -47,12 +49,15 @@ class Metrics:
         row_np = self._ring_np[result.seq % len(self._ring_np)]
         row_np[3], row_np[6], row_np[7] = result.n_emitted_np.sum(), wait_ns / 1e3, collect_ns / 1e3
         self._seen = result.seq + 1
+        self.host_ns += collect_ns
+        self.wait_ns += wait_ns
 
     def snapshot(self) -> dict[str, Any]:
         """Counters since the start, draft statistics, and mean, p50 and p99 over the launches in the ring."""
         n = min(self._seen, len(self._ring_np))
         ring_np = self._ring_np[(np.arange(self._seen - n, self._seen)) % len(self._ring_np)]
         out: dict[str, Any] = {"counters": dict(self.counters), "spec": self.spec.as_dict(), "window": n}
+        out["host_seconds"], out["wait_seconds"] = self.host_ns / 1e9, self.wait_ns / 1e9
         host_np = ring_np[:, 4] + ring_np[:, 5] + ring_np[:, 7]
         columns = {name: ring_np[:, i] for i, name in enumerate(_FIELDS)} | {"host_us": host_np}
         out["launch"] = {

@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One `generate` call. Seconds are wall time; host_seconds is the part of it outside the
-    device's frames: plan, collect and text.
+    """One `generate` call. Seconds are wall time; host_seconds is what the host did for
+    the frames: plan, enqueue, collect (not the frames themselves on a CPU, not waiting for them, not text).
 
     rounds: sum over sequences of the frames in which they were active; emitted: tokens of those rounds.
     """
@@ -159,7 +159,7 @@ def run_once(llm: Any, prompts: list[list[int]], output_len: int) -> Run:
         seconds=seconds,
         tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
         frames=after["counters"]["frames"] - before["counters"].get("frames", 0),
-        host_seconds=seconds - (after["device_seconds"] - before["device_seconds"]),
+        host_seconds=sum(sign * (s["host_seconds"] - s["device_seconds"]) for sign, s in ((1, after), (-1, before))),
         rounds=sum(spec.rounds for spec in specs),
         emitted=sum(spec.emitted for spec in specs),
     )

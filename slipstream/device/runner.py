@@ -48,13 +48,14 @@ class Device:
         columns = RECORD_COLUMNS + state.num_drafts + 1
         self.down = RecordRing(slots=depth, rows=rows, columns=columns, device=state.device)
         self.launched: deque[_Launched] = deque()
-        self.device_seconds = 0.0
+        self.device_seconds = 0.0  # time inside frames, where launching one means running it
 
     def launch(self, plan: FramePlan) -> None:
         began = time.perf_counter()
         with torch.inference_mode():
             self._launch(plan)
-        self.device_seconds += time.perf_counter() - began
+        if self.frame.state.device.type == "cpu":
+            self.device_seconds += time.perf_counter() - began
 
     def _launch(self, plan: FramePlan) -> None:
         frame, state = self.frame, self.frame.state

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.audit import allow_sync
 from slipstream.device.control import Pairs
 
 
@@ -75,6 +76,10 @@ class RecordRing:
 
     def read(self, at: int, rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Wait for a launch and return a copy of its record [rows, columns]: the one place where the host may block."""
+        self._wait(at)
+        return self.host_np[at][: rows * columns].reshape(rows, columns).copy()  # type: ignore[no-any-return]
+
+    @allow_sync("the host reads the record of frame t - D while D frames are queued", rules=["event-wait"])
+    def _wait(self, at: int) -> None:
         if self.events is not None:
             self.events[at].synchronize()
-        return self.host_np[at][: rows * columns].reshape(rows, columns).copy()  # type: ignore[no-any-return]

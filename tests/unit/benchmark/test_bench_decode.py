@@ -48,6 +48,7 @@ class FakeLLM:
         return {
             "counters": {"frames": self.frames} if self.frames else {},
             "device_seconds": self.device_seconds,
+            "host_seconds": self.device_seconds + self.frames * HOST,
         }
 
     def generate(self, prompts: list[list[int]], params: SamplingParams, *, use_tqdm: bool = True) -> list[Any]:

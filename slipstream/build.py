@@ -166,7 +166,7 @@ def _kernels(model: Any, kv: KVPages, device: torch.device) -> tuple[Any, Any]:
     from slipstream.models.fused import FusedDecoder
 
     workspace = Workspace(device)
-    return (FusedDecoder(model, kv, workspace) if FusedDecoder.fits(model) else None), workspace
+    return (FusedDecoder(model, kv, workspace, pdl=True) if FusedDecoder.fits(model) else None), workspace
 
 
 def _graphs(config: LLMConfig, frame: Frame, engine: EngineConfig, device: torch.device) -> Any:

@@ -37,7 +37,6 @@ class GemmConfig:
     stages: int = 4
     tma: bool = False
     hold: bool = False
-    early: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,9 @@ def gemm_config(epilogue: Epilogue, outputs: int, k: int, rows: int, itemsize: i
 
 def _split(epilogue: Epilogue, outputs: int, k: int, bk: int) -> int:
     """Enough programs to fill 132 multiprocessors about twice, at least four steps each."""
+    # SILU streams two tiles per program (`outputs` counts pairs); a ROPE tile holds two halves of 64 outputs.
     tiles = max(1, (outputs // 2 if epilogue is Epilogue.ROPE else outputs) // 64)
+    tiles *= 2 if epilogue is Epilogue.SILU else 1
     split = 1
     while split < 8 and tiles * split * 2 <= 400 and k // (split * 2) >= 4 * bk:
         split *= 2

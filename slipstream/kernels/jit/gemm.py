@@ -51,19 +51,16 @@ def _tile(w_ptr, w_desc, row, rows, first_k, k, limit, K, EVEN: tl.constexpr, TM
 
 @triton.jit
 def _finish(
-    a, b, squares, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr, bias_ptr,
-    best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, table_ptr, slot_ptr, rope_pos_ptr,
-    kv_pos_ptr, R, N, K, pair, eps, qk_eps, table_width, page_size, rope_len,
+    a, b, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr, bias_ptr, best_ptr,
+    where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
     BN: tl.constexpr, RB: tl.constexpr, EPI: tl.constexpr, NORM: tl.constexpr, SQ_TILES: tl.constexpr,
     SQ_PAD: tl.constexpr, BIAS: tl.constexpr, STORE_OUT: tl.constexpr, HEADS: tl.constexpr, KH: tl.constexpr,
-    D: tl.constexpr, QK_NORM: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, QK_NORM: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of one complete tile; a, b are [BN, RB] float32."""
     two: tl.constexpr = EPI == _SILU or EPI == _ROPE
     if NORM:
-        if EARLY & 1 == 0:
-            squares = sum_squares(sq_in_ptr, r, R, SQ_TILES, SQ_PAD)
-        rstd = tl.rsqrt(squares / K + eps)
+        rstd = tl.rsqrt(sum_squares(sq_in_ptr, r, R, SQ_TILES, SQ_PAD) / K + eps)
         a = a * rstd[None, :]
         if two:
             b = b * rstd[None, :]
@@ -76,9 +73,6 @@ def _finish(
     elif EPI == _HEAD:
         store_head(a, tile, n, r, out_ptr, best_ptr, where_ptr, R, N, STORE_OUT)
     elif EPI == _ROPE:
-        if EARLY & 2 == 0:
-            cell, pos = rope_cells(table_ptr, slot_ptr, kv_pos_ptr, rope_pos_ptr, r, R, table_width, page_size,
-                                   rope_len)  # fmt: skip
         store_rope(a, b, n, r, out_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, pos, cell, q_gain_ptr, k_gain_ptr, R, N, qk_eps,
                    HEADS, KH, D, BN, RB, QK_NORM)  # fmt: skip
     else:
@@ -97,7 +91,7 @@ def stream_gemm_kernel(
     BN: tl.constexpr, BK: tl.constexpr, RB: tl.constexpr, SPLIT: tl.constexpr, EPI: tl.constexpr,
     NORM: tl.constexpr, SQ_TILES: tl.constexpr, SQ_PAD: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     STORE_OUT: tl.constexpr, HEADS: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles * SPLIT. A tile is BN rows n of w, for SILU and ROPE also rows n + pair. N: rows n may reach."""
     two: tl.constexpr = EPI == _SILU or EPI == _ROPE
@@ -125,16 +119,11 @@ def stream_gemm_kernel(
             held_b = _tile(w2_ptr, w_desc, tile * BN, n, lo * BK, lo * BK + kk, N, K, EVEN, False)
     if PDL:
         tlx.gdc_wait()
-    squares = tl.zeros([RB], tl.float32)
-    if NORM:
-        if EARLY & 1 != 0:
-            squares = sum_squares(sq_in_ptr, r, R, SQ_TILES, SQ_PAD)
     cell = tl.zeros([RB], tl.int64)
     pos = cell
     if EPI == _ROPE:
-        if EARLY & 2 != 0:
-            cell, pos = rope_cells(table_ptr, slot_ptr, kv_pos_ptr, rope_pos_ptr, r, R, table_width, page_size,
-                                   rope_len)  # fmt: skip
+        # Dependent reads, so they start early; sums of squares and angles are cheaper to read at the end (measured).
+        cell, pos = rope_cells(table_ptr, slot_ptr, kv_pos_ptr, rope_pos_ptr, r, R, table_width, page_size, rope_len)
     a = tl.zeros([BN, RB], tl.float32)
     b = tl.zeros([BN, RB], tl.float32)
     if HOLD:
@@ -157,10 +146,9 @@ def stream_gemm_kernel(
             up = _tile(w2_ptr, w_desc, pair + tile * BN, n, block * BK, k, N, K, EVEN, TMA)
             b = tl.dot(up, x, b, input_precision="ieee")
     if SPLIT == 1:
-        _finish(a, b, squares, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr,
-                bias_ptr, best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, table_ptr, slot_ptr,
-                rope_pos_ptr, kv_pos_ptr, R, N, K, pair, eps, qk_eps, table_width, page_size, rope_len,
-                BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM, EARLY)  # fmt: skip
+        _finish(a, b, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr, bias_ptr,
+                best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
+                BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM)  # fmt: skip
     else:
         planes: tl.constexpr = 2 if two else 1
         place = r[None, :] * BN + tl.arange(0, BN)[:, None]
@@ -181,10 +169,10 @@ def stream_gemm_kernel(
                 a += tl.load(theirs + place, mask=kept, other=0.0, cache_modifier=".cg")
                 if two:
                     b += tl.load(theirs + RB * BN + place, mask=kept, other=0.0, cache_modifier=".cg")
-            _finish(a, b, squares, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr,
-                bias_ptr, best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, table_ptr, slot_ptr,
-                rope_pos_ptr, kv_pos_ptr, R, N, K, pair, eps, qk_eps, table_width, page_size, rope_len,
-                BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM, EARLY)  # fmt: skip
+            _finish(a, b, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr,
+                    bias_ptr, best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr,
+                    R, N, K, pair, eps, qk_eps,
+                    BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM)  # fmt: skip
             tl.store(cnt_ptr + tile, 0)  # ready for the next launch
 
 
@@ -239,5 +227,5 @@ def launch_stream_gemm(
         SQ_PAD=triton.next_power_of_2(sq_tiles), BIAS=bias is not None, EVEN=even, STORE_OUT=store_out,
         HEADS=0 if o is None else o.heads, KH=1 if o is None else o.k.shape[2], D=2 if o is None else o.k.shape[3],
         QK_NORM=o is not None and o.q_gain is not None,
-        TMA=c.tma, PDL=pdl, HOLD=c.hold, EARLY=c.early, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
+        TMA=c.tma, PDL=pdl, HOLD=c.hold, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -6,12 +6,23 @@ prefix cache) once acknowledged; requests without a text side acknowledge at onc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Key, Sequence, State
 from slipstream.metrics import Metrics
 from slipstream.types import FinishCode, FrameResult, TokenEvent
 
-_REASON = {FinishCode.STOP: "stop", FinishCode.LENGTH: "length"}
+_REASON = {int(FinishCode.STOP): "stop", int(FinishCode.LENGTH): "length"}
+
+
+def _columns(result: FrameResult) -> Iterator[tuple[bool, int, list[int], int, int, int, int]]:
+    """Records as plain Python values: is_prefill, emitted, tokens, accepted, drafted, finish, next drafts."""
+    arrays = (
+        result.n_emitted_np, result.tokens_np, result.accepted_np, result.drafted_np, result.finish_np,
+        result.next_drafts_np,
+    )  # fmt: skip
+    return zip(result.is_prefill, *(a.tolist() for a in arrays), strict=True)
 
 
 class Collector:
@@ -26,38 +37,49 @@ class Collector:
     def take(self, result: FrameResult) -> list[TokenEvent]:
         """Apply the records of one launch; then release what waited for it."""
         events = []
-        for i, slot in enumerate(result.slots):
-            seq = self.scheduler.running.get(slot)
-            if seq is None or seq.generation != int(result.generation_np[i]):
+        running = self.scheduler.running
+        generations, columns = result.generation_np.tolist(), _columns(result)
+        for slot, generation, record in zip(result.slots, generations, columns, strict=True):
+            seq = running.get(slot)
+            if seq is None or seq.generation != generation:
                 continue  # the sink, or a frame that was queued before its slot ended
-            event = self._record(seq, result, i)
+            event = self._record(seq, result.seq, *record)
             if event is not None:
                 events.append(event)
         self.scheduler.settle(result.seq)
         return events
 
-    def _record(self, seq: Sequence, result: FrameResult, i: int) -> TokenEvent | None:
-        n, prefill = int(result.n_emitted_np[i]), result.is_prefill[i]
+    def _record(
+        self,
+        seq: Sequence,
+        launched: int,
+        prefill: bool,
+        n: int,
+        emitted: list[int],
+        accepted: int,
+        verified: int,
+        finish: int,
+        next_drafts: int,
+    ) -> TokenEvent | None:
         if prefill:
             seq.prefilled = True
         else:
             launch, rows = seq.queued.popleft()
-            assert launch == result.seq and n <= rows, f"launch {result.seq}: {n} tokens of at most {rows}"
+            assert launch == launched and n <= rows, f"launch {launched}: {n} tokens of at most {rows}"
             seq.length += n
-        seq.next_drafts = int(result.next_drafts_np[i])
+        seq.next_drafts = next_drafts
         if n == 0:
             return None
-        tokens = tuple(int(t) for t in result.tokens_np[i, :n])
-        accepted, drafted = int(result.accepted_np[i]), None
+        tokens, drafted = tuple(emitted[:n]), None
         seq.outputs.extend(tokens)
         if not seq.request.needs_ack:
             seq.acked = len(seq.outputs)
         if not prefill:
-            drafted = int(result.drafted_np[i])
+            drafted = verified
             seq.stats.add_round(drafted=drafted, accepted=accepted, emitted=n)
             self.metrics.spec.add_round(drafted=drafted, accepted=accepted, emitted=n)
         self.metrics.count("output_tokens", n)
-        reason = _REASON.get(FinishCode(int(result.finish_np[i])))
+        reason = _REASON.get(finish)
         if prefill and reason is None:
             self.scheduler.ledger.share_prompt(seq)
         if reason is not None:

@@ -68,11 +68,14 @@ class PagePool:
             num_pages = pages_for_extension(old_len, new_len, self.page_size)
         assert num_pages <= self.num_free, f"{num_pages} pages wanted, {self.num_free} free"
         before = self.num_free
-        grown = []
+        grown: list[tuple[int, ...]] = []
         for slot, old, new in zip(slots, old_len, new_len, strict=True):
             table = self.tables[slot]
             n = max(0, pages_for(new, self.page_size) - pages_for(old, self.page_size))
             assert len(table) == pages_for(old, self.page_size), f"slot {slot} does not hold pages for {old} tokens"
+            if n == 0:
+                grown.append(())
+                continue
             last = table[-1] if table else 0
             pages = self._take(n, last, max(n, self._growth[slot] - len(table)))
             self._ascending[slot] &= _is_run([*table[-1:], *pages])

@@ -233,6 +233,7 @@ class FramePlan:
     rows: R, verified rows of the whole frame, len(decode) <= rows; the device packs at most R.
     width: most rows any single slot can get.
     len_ub: upper bound on committed length + rows over the decode slots (attention width).
+    reach: the same bound for each decode slot.
     first_page: per decode slot, the first page when all its pages are one ascending run, else -1.
     sampled / filtered: some decode or prefill-last slot is not greedy / uses top-k, top-p or min-p.
     rejection / coupled: some slot uses that verification mode. min_tokens: some slot bans stop ids.
@@ -247,6 +248,7 @@ class FramePlan:
     width: int = 0
     len_ub: int = 0
     first_page: tuple[int, ...] = ()
+    reach: tuple[int, ...] = ()
     prefill: tuple[PrefillSpan, ...] = ()
     prefill_first_page: tuple[int, ...] = ()
     sampled: bool = False

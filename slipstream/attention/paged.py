@@ -20,6 +20,8 @@ from slipstream.memory.kv import KVPages
 MIN_QUERY_ROWS = 8
 COLUMNS = 32
 KEY_BLOCK = 512
+IN_PLACE_COLUMNS = 256
+"""Columns per slot from which one call per slot in place beats one gathered call for all."""
 
 
 def padded_columns(length: int) -> int:
@@ -77,13 +79,15 @@ class PagedAttention:
         heads_per_kv: int,
         mask_dtype: torch.dtype,
         first_page: Sequence[int] = (),
+        reach: Sequence[int] = (),
         clean: bool = False,
     ) -> None:
         """table_BP: page table rows of the B slots. len_ub: host bound on position + 1 over the grid.
 
-        first_page: per slot, where its pages are one ascending run (a host fact), else -1; a lone slot's
-        run is read in place instead of being gathered. clean: zero what is gathered beyond the last visible column,
-        for caches whose pages are not zeroed when they change hands.
+        reach: the bound for each slot. first_page: per slot, where its pages are one ascending run (a host fact),
+        else -1; a lone slot's run, and long ones of several slots, are read in place instead of being gathered.
+        clean: zero what is gathered beyond the last visible column, for caches whose pages are not zeroed when
+        they change hands.
         """
         slots, width = grid.pos_BW.shape
         self.slots = slots
@@ -96,11 +100,10 @@ class PagedAttention:
         page = kv.page_size
         self.columns = columns = padded_columns(len_ub)
         num_pages = -(-columns // page)
-        lone = slots == 1 and len(first_page) == 1 and first_page[0] > 0
         # In place, masked columns may belong to others: finite numbers, times a probability of zero.
-        fits = lone and first_page[0] * page + columns <= kv.flat[0][0].shape[0]
-        self.in_place = kv.in_place(first_page[0] * page, columns) if fits else ()
-        if not fits:
+        spans = self._runs(first_page, reach)
+        self.in_place = [kv.in_place(start, tokens) for start, tokens in spans]
+        if not spans:
             have = min(num_pages, table_BP.shape[1])
             wanted_BP = table_BP[:, :have]
             if have < num_pages:
@@ -116,6 +119,17 @@ class PagedAttention:
         mask_BWL = torch.zeros(hidden.shape, dtype=mask_dtype, device=pos_BW.device).masked_fill_(hidden, float("-inf"))
         mask = mask_BWL[:, None, :, None, :].expand(slots, 1, self.pad, heads_per_kv, columns)
         self.mask = mask.reshape(slots, 1, self.pad * heads_per_kv, columns)
+        self.slot_masks = [self.mask[b : b + 1, ..., :tokens] for b, (_, tokens) in enumerate(spans)]
+
+    def _runs(self, first_page: Sequence[int], reach: Sequence[int]) -> list[tuple[int, int]]:
+        """(first cache cell, columns) of every slot when all are to be read in place, else nothing."""
+        page, cells = self.kv.page_size, self.kv.flat[0][0].shape[0]
+        if len(first_page) != self.slots or min(first_page) <= 0:
+            return []
+        columns = [padded_columns(r) for r in reach] if len(reach) == self.slots else [self.columns] * self.slots
+        spans = [(first * page, c) for first, c in zip(first_page, columns, strict=True)]
+        worth = self.slots == 1 or sum(columns) >= IN_PLACE_COLUMNS * self.slots
+        return spans if worth and all(start + c <= cells for start, c in spans) else []
 
     def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
         flat_k, flat_v = self.kv.flat[layer]
@@ -124,9 +138,8 @@ class PagedAttention:
         rows, heads, dim = q_RND.shape
         slots, pad, group = self.slots, self.pad, self.group
         kv_heads = heads // group
-        if self.in_place:
-            k, v = self.in_place[2 * layer], self.in_place[2 * layer + 1]
-        else:
+        k = v = flat_k
+        if not self.in_place:
             paged_k, paged_v = self.kv.paged[layer]
             k = paged_k.index_select(0, self.pages).view(slots, -1, kv_heads, dim)[:, : self.columns]
             v = paged_v.index_select(0, self.pages).view(slots, -1, kv_heads, dim)[:, : self.columns]
@@ -142,7 +155,14 @@ class PagedAttention:
             else:
                 q = torch.cat([q, q[:, -1:].expand(slots, pad - self.width, kv_heads, group, dim)], 1)
         q = q.transpose(1, 2).reshape(slots, kv_heads, pad * group, dim)
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
+        if self.in_place:
+            parts = [
+                F.scaled_dot_product_attention(q[b : b + 1], kv[2 * layer], kv[2 * layer + 1], attn_mask=mask)
+                for b, (kv, mask) in enumerate(zip(self.in_place, self.slot_masks, strict=True))
+            ]
+            o = parts[0] if slots == 1 else torch.cat(parts)
+        else:
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask)
         o = o.view(slots, kv_heads, pad, group, dim).transpose(1, 2)
         if grid.cell_of_R is None:
             return o[:, : self.width].reshape(rows, heads, dim)

@@ -43,6 +43,8 @@ KERNELS = (
     "slipstream::stream_swiglu",
     "slipstream::stream_head",
     "slipstream::argmax_finish",
+    "slipstream::pack_rows",
+    "slipstream::ngram_draft",
 )
 
 
@@ -84,13 +86,11 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         plan = plans[next(turn) % 2]
         with torch.inference_mode():
             ring.send(control.pairs(plan))
-            frame.decode(plan, state.decode_B[: len(plan.decode)]).pack()
+            frame.decode(plan, state.decode_B[: len(plan.decode)])
             last = sum(s.last for s in plan.prefill)
-            record = frame.prefill(plan, plan.prefill, last)
-            assert record is not None
-            record.pack()
+            assert frame.prefill(plan, plan.prefill, last) is not None
 
-    return Program(one, 2, KERNELS)
+    return Program(one, 2, (*KERNELS, "slipstream::close_round" if sampled else "slipstream::close_greedy"))
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:

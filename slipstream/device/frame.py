@@ -15,86 +15,49 @@ from torch import Tensor
 from slipstream.attention.paged import PagedAttention, PrefillAttention, RowGrid, cache_slots
 from slipstream.attention.protocol import AttentionContext
 from slipstream.device.state import SlotState
-from slipstream.draft.protocol import Drafter, DraftView, PrefillView
+from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView
+from slipstream.kernels import frame as ops
+from slipstream.kernels.draft import offered
 from slipstream.memory.kv import KVPages
 from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
-from slipstream.types import FinishCode, FramePlan, PrefillSpan
+from slipstream.types import FramePlan, PrefillSpan
 from slipstream.verify import DenseQ, OneHot, VerifyRows, verify
+from slipstream.verify.greedy import target_tokens
 
 if TYPE_CHECKING:
     from slipstream.kernels.workspace import Workspace
     from slipstream.models.fused import FusedDecoder
 
-RECORD_COLUMNS = 6
-
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The verified rows of a frame: R flat rows over B slots, grid cells [B, W].
-
-    rows_B: rows each slot got, 0 when it is not active. depth_R: 0 is the bonus token, i the i-th draft.
-    Padded rows stand at slot 0, position 0.
-    """
+    """The verified rows of a frame: R flat rows over B slots, grid cells [B, W]; see `kernels.frame.packed_rows`."""
 
     slot_R: Tensor
     pos_R: Tensor
     token_R: Tensor
     owner_R: Tensor
     rows_B: Tensor
-    grid: RowGrid
+    row_of_BW: Tensor
+
+    def grid(self) -> RowGrid:
+        """For attention over the grid. A padded row stands at some cell of the last slot."""
+        rows, (slots, width) = self.pos_R.shape[0], self.row_of_BW.shape
+        if slots == 1 and rows == width:
+            return RowGrid(pos_BW=self.pos_R.view(1, width))
+        depth_R = torch.arange(rows, device=self.pos_R.device) - self.row_of_BW[self.owner_R, 0]
+        cell_of_R = self.owner_R * width + depth_R.clamp(max=width - 1)
+        return RowGrid(pos_BW=self.pos_R[self.row_of_BW], row_of_BW=self.row_of_BW, cell_of_R=cell_of_R)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Record:
-    """What goes down the output ring: per slot generation, emitted tokens and counts (int64)."""
-
-    generation_B: Tensor
-    token_BW: Tensor
-    n_emitted_B: Tensor
-    accepted_B: Tensor
-    drafted_B: Tensor
-    finish_B: Tensor
-    next_drafts_B: Tensor
-
-    def pack(self) -> Tensor:
-        """int64 [B, RECORD_COLUMNS + W]: generation, emitted, accepted, drafted, finish, next drafts, tokens."""
-        counts = (
-            self.generation_B, self.n_emitted_B, self.accepted_B, self.drafted_B, self.finish_B, self.next_drafts_B,
-        )  # fmt: skip
-        return torch.cat([torch.stack(counts, 1), self.token_BW], 1)
-
-
-def pack_rows(state: SlotState, slot_B: Tensor, *, rows: int, width: int) -> Rows:
-    """Pack at most `rows` rows: one for every active slot's bonus token, then its drafts, in slot order.
-
-    What is left out depends on how many drafts there are, never on which tokens they are, so truncation
-    cannot bias the output.
-    """
-    device = slot_B.device
-    slots = slot_B.shape[0]
-    active_B = state.active_S[slot_B]
-    committed_B = state.committed_S[slot_B]
-    extra_B = state.draft_count_S[slot_B].clamp(max=width - 1) * active_B
-    room_B = rows - active_B.sum() - (extra_B.cumsum(0) - extra_B)
-    rows_B = active_B + torch.minimum(room_B.clamp(min=0), extra_B)
-    end_B = rows_B.cumsum(0)
-    start_B = end_B - rows_B
-    row_R = torch.arange(rows, device=device)
-    owner_R = torch.searchsorted(end_B, row_R, right=True).clamp(max=slots - 1)
-    depth_R = row_R - start_B[owner_R]
-    live_R = row_R < end_B[-1]
-    depth_R = torch.where(live_R, depth_R, 0)
-    slot_R = torch.where(live_R, slot_B[owner_R], 0)
-    pos_R = torch.where(live_R, committed_B[owner_R] + depth_R, 0)
-    token_R = torch.where(live_R, state.pending_SW[slot_R, depth_R], 0)
-    if rows == width and slots == 1:
-        grid = RowGrid(pos_BW=pos_R.view(1, width))
-    else:
-        depth_W = torch.arange(width, device=device)
-        row_of_BW = (start_B[:, None] + torch.minimum(depth_W, (rows_B - 1).clamp(min=0)[:, None])).clamp(max=rows - 1)
-        grid = RowGrid(pos_BW=pos_R[row_of_BW], row_of_BW=row_of_BW, cell_of_R=owner_R * width + depth_R)
-    return Rows(slot_R=slot_R, pos_R=pos_R, token_R=token_R, owner_R=owner_R, rows_B=rows_B, grid=grid)
+def pack_rows(state: SlotState, slot_B: Tensor, *, rows: int, width: int, kernels: bool = False) -> Rows:
+    """The pending rows of slots [B], at most `rows`. kernels: by the op, in one launch on a GPU."""
+    pack = ops.pack_rows if kernels else ops.packed_rows
+    slot_R, pos_R, token_R, owner_R, rows_B, row_of_BW = pack(
+        state.active_S, state.committed_S, state.draft_count_S, state.pending_SW, slot_B, rows, width
+    )
+    return Rows(slot_R=slot_R, pos_R=pos_R, token_R=token_R, owner_R=owner_R, rows_B=rows_B, row_of_BW=row_of_BW)
 
 
 class Frame:
@@ -118,19 +81,20 @@ class Frame:
         self.drafter = drafter
         self.synthetic = synthetic
         self.fused, self.workspace = fused, workspace
-        self.clears_pages = workspace is None  # the kernels never look at masked columns
+        self.kernels = workspace is not None
+        self.clears_pages = not self.kernels  # the kernels never look at masked columns
+        self.in_place = drafter if self.kernels and isinstance(drafter, InPlaceDrafter) else None
         self.heads_per_kv = model.config.num_heads // model.config.num_kv_heads
 
-    def decode(self, plan: FramePlan, slot_B: Tensor) -> Record:
-        """Verify each slot's pending rows, commit what was accepted and draft for the next frame."""
-        state = self.state
-        rows = pack_rows(state, slot_B, rows=plan.rows, width=plan.width)
+    def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:
+        """Verify each slot's pending rows, commit what was accepted and draft for the next frame.
+
+        The record [B, RECORD_COLUMNS + W], int64: see kernels/frame.py.
+        """
+        rows = pack_rows(self.state, slot_B, rows=plan.rows, width=plan.width, kernels=self.kernels)
         logits_RV, target_R = self._target(plan, rows, slot_B)
-        row_of_BW = rows.grid.row_of_BW
-        if row_of_BW is None:
-            row_of_BW = torch.arange(plan.rows, device=slot_B.device).view(1, -1)
         return self._finish(
-            plan, slot_B, logits_RV, target_R, rows.owner_R, rows.pos_R, row_of_BW, rows.rows_B,
+            plan, slot_B, logits_RV, target_R, rows.owner_R, rows.pos_R, rows.row_of_BW, rows.rows_B,
             fresh=False, len_ub=plan.len_ub, first_page=plan.first_page,
         )  # fmt: skip
 
@@ -152,13 +116,14 @@ class Frame:
             )  # fmt: skip
         else:
             attention = PagedAttention(
-                self.kv, grid=rows.grid, cache_slot_R=cache_slot_R, table_BP=table_SP[slot_B], len_ub=plan.len_ub,
+                self.kv, grid=rows.grid(), cache_slot_R=cache_slot_R, table_BP=table_SP[slot_B], len_ub=plan.len_ub,
                 heads_per_kv=self.heads_per_kv, mask_dtype=self.kv.data.dtype, first_page=plan.first_page,
+                reach=plan.reach,
             )  # fmt: skip
         hidden_RH, _ = self.model.forward(rows.token_R, rows.pos_R, attention)
         return self.model.logits(hidden_RH), None
 
-    def prefill(self, plan: FramePlan, spans: Sequence[PrefillSpan], num_last: int) -> Record | None:
+    def prefill(self, plan: FramePlan, spans: Sequence[PrefillSpan], num_last: int) -> Tensor | None:
         """Run prompt rows; the num_last spans with `last` sample their first token and start to decode."""
         state, device = self.state, self.state.device
         total = sum(s.length for s in spans)
@@ -220,44 +185,58 @@ class Frame:
         fresh: bool,
         len_ub: int,
         first_page: Sequence[int],
-    ) -> Record:
+    ) -> Tensor:
         """Process, verify, finish test, commit, draft, record: one path for decode, prefill and plain decoding."""
         state = self.state
-        params = state.params(slot_B)
-        base_B = state.committed_S[slot_B]
+        params = None
         if plan.sampled or plan.min_tokens:
+            params = state.params(slot_B)
             logits_RV = self._process(plan, params.take(owner_R), logits_RV, slot_B[owner_R], pos_R)
-        q = OneHot() if state.draft_q is None or not plan.rejection else DenseQ(q_BKV=state.draft_q[slot_B])
-        verdict = verify(
-            logits_RV,
-            VerifyRows(
-                mode_B=params.mode, key_B=params.key, child_B=params.child, base_B=base_B,
-                row_of_BW=row_of_BW, rows_B=rows_B, draft_BK=state.pending_SW[slot_B, 1:], q=q,
-            ),
-            sampled=plan.sampled, coupled=plan.coupled, rejection=plan.rejection, synthetic=self.synthetic,
-            target_R=target_R,
+            target_R = None
+        fields = (
+            state.generation_S, state.active_S, state.committed_S, state.max_len_S, state.stop_ids_ST,
+            state.history_SL, state.pending_SW,
         )  # fmt: skip
-        token_BW = verdict.tokens_BW
-        n_emitted_B, finish_B = self._finish_test(slot_B, token_BW, verdict.n_emitted_B, base_B)
-        accepted_B = torch.minimum(verdict.accepted_B, n_emitted_B)
-        drafted_B = (rows_B - 1).clamp(min=0)
-        self._commit(slot_B, token_BW, n_emitted_B, finish_B, base_B)
-        next_drafts_B = torch.zeros_like(slot_B)
-        if self.drafter is not None:
+        if self.kernels and not plan.sampled:
+            target_R = target_tokens(logits_RV) if target_R is None else target_R
+            record_BC: Tensor = ops.close_greedy(
+                target_R, row_of_BW, rows_B, slot_B, *fields, state.key_S, state.child_S, self.synthetic
+            )
+        else:
+            params = state.params(slot_B) if params is None else params
+            q = OneHot() if state.draft_q is None or not plan.rejection else DenseQ(q_BKV=state.draft_q[slot_B])
+            verdict = verify(
+                logits_RV,
+                VerifyRows(
+                    mode_B=params.mode, key_B=params.key, child_B=params.child, base_B=state.committed_S[slot_B],
+                    row_of_BW=row_of_BW, rows_B=rows_B, draft_BK=state.pending_SW[slot_B, 1:], q=q,
+                ),
+                sampled=plan.sampled, coupled=plan.coupled, rejection=plan.rejection, synthetic=self.synthetic,
+                target_R=target_R,
+            )  # fmt: skip
+            close = ops.close_round if self.kernels else ops.closed_round
+            record_BC = close(verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows_B, slot_B, *fields)
+        if self.in_place is not None:
+            self.in_place.draft_slots(
+                DraftSlots(
+                    record_BC=record_BC, slot_B=slot_B, active_S=state.active_S, committed_S=state.committed_S,
+                    max_len_S=state.max_len_S, max_drafts_S=state.max_drafts_S, history_SL=state.history_SL,
+                    pending_SW=state.pending_SW, draft_count_S=state.draft_count_S,
+                )
+            )  # fmt: skip
+        elif self.drafter is not None:
             live_B = state.active_S[slot_B] > 0
             view = DraftView(
                 slot_B=torch.where(live_B, slot_B, 0),
                 committed_B=torch.where(live_B, state.committed_S[slot_B], 0),
-                drafted_B=drafted_B, accepted_B=accepted_B, fresh_B=torch.full_like(live_B, fresh),
-                history_SL=state.history_SL, table_SP=state.table_SP, params=params,
+                drafted_B=record_BC[:, 3], accepted_B=record_BC[:, 2], fresh_B=torch.full_like(live_B, fresh),
+                history_SL=state.history_SL, table_SP=state.table_SP,
+                params=state.params(slot_B) if params is None else params,
                 len_ub=min(len_ub + 1, state.history_SL.shape[1]), first_page=first_page,
                 sampled=plan.sampled, filtered=plan.filtered, rejection=plan.rejection, coupled=plan.coupled,
             )  # fmt: skip
-            next_drafts_B = self._draft(self.drafter, view, slot_B, live_B)
-        return Record(
-            generation_B=state.generation_S[slot_B], token_BW=token_BW, n_emitted_B=n_emitted_B,
-            accepted_B=accepted_B, drafted_B=drafted_B, finish_B=finish_B, next_drafts_B=next_drafts_B,
-        )  # fmt: skip
+            record_BC[:, 5] = self._draft(self.drafter, view, slot_B, live_B)
+        return record_BC
 
     def _process(self, plan: FramePlan, params: SlotParams, logits_RV: Tensor, slot_R: Tensor, pos_R: Tensor) -> Tensor:
         """Row r chooses the token of position pos + 1; stop ids are banned until min_len tokens exist."""
@@ -273,43 +252,11 @@ class Frame:
             filtered=plan.filtered,
         )
 
-    def _finish_test(
-        self, slot_B: Tensor, token_BW: Tensor, n_emitted_B: Tensor, base_B: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Cut at the earliest stop token or at max_len; returns emitted counts and FinishCodes [B]."""
-        state = self.state
-        width = token_BW.shape[1]
-        depth_W = torch.arange(width, device=slot_B.device)
-        stop_BW = (token_BW[:, :, None] == state.stop_ids_ST[slot_B][:, None, :]).any(2)
-        full_BW = base_B[:, None] + depth_W + 2 >= state.max_len_S[slot_B][:, None]
-        end_BW = (stop_BW | full_BW) & (depth_W < n_emitted_B[:, None])
-        cut_B = torch.where(end_BW, depth_W, width).amin(1)
-        ended_B = cut_B < width
-        at_B1 = cut_B.clamp(max=width - 1)[:, None]
-        code_B = torch.where(stop_BW.gather(1, at_B1)[:, 0], int(FinishCode.STOP), int(FinishCode.LENGTH))
-        return torch.where(ended_B, cut_B + 1, n_emitted_B), torch.where(ended_B, code_B, int(FinishCode.NONE))
-
-    def _commit(self, slot_B: Tensor, token_BW: Tensor, n_emitted_B: Tensor, finish_B: Tensor, base_B: Tensor) -> None:
-        state = self.state
-        depth_W = torch.arange(token_BW.shape[1], device=slot_B.device)
-        emitted_BW = depth_W < n_emitted_B[:, None]
-        target_BW = torch.where(emitted_BW, slot_B[:, None], 0)
-        at_BW = torch.where(emitted_BW, base_B[:, None] + 1 + depth_W, 0)
-        state.history_SL.index_put_((target_BW, at_BW), token_BW)
-        last_B1 = (n_emitted_B - 1).clamp(min=0)[:, None]
-        bonus_B = torch.where(n_emitted_B > 0, token_BW.gather(1, last_B1)[:, 0], state.pending_SW[slot_B, 0])
-        state.pending_SW[slot_B, 0] = bonus_B
-        state.committed_S[slot_B] = base_B + n_emitted_B
-        state.active_S[slot_B] *= finish_B == int(FinishCode.NONE)
-
     def _draft(self, drafter: Drafter, view: DraftView, slot_B: Tensor, live_B: Tensor) -> Tensor:
         state = self.state
         drafts = drafter.propose(drafter.extend(view), view)
         k = drafts.token_BK.shape[1]
-        # Never more than the slot asked for, nor than fit before max_len (the bonus row fills one place).
-        fits_B = (state.max_len_S[slot_B] - view.committed_B - 2).clamp(min=0)
-        count_B = torch.minimum(torch.minimum(drafts.count_B, state.max_drafts_S[slot_B]), fits_B)
-        count_B = torch.where(live_B, count_B, 0)
+        count_B = offered(drafts.count_B, live_B, view.committed_B, state.max_len_S[slot_B], state.max_drafts_S[slot_B])
         state.pending_SW[slot_B, 1 : k + 1] = drafts.token_BK
         state.draft_count_S[slot_B] = count_B
         if drafts.q_BKV is not None and state.draft_q is not None:

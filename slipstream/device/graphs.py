@@ -93,11 +93,11 @@ class FrameGraphs:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode():
             with torch.cuda.stream(stream):
-                self.frame.decode(plan, slot_B).pack()  # compiles kernels and fills the allocator's caches
+                self.frame.decode(plan, slot_B)  # compiles kernels and fills the allocator's caches
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
-                record = self.frame.decode(plan, slot_B).pack()
+                record = self.frame.decode(plan, slot_B)
         return graph, record
 
     def run(self, plan: FramePlan) -> Tensor:

@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.device.control import ControlWriter
-from slipstream.device.frame import RECORD_COLUMNS, Frame
+from slipstream.device.frame import Frame
 from slipstream.device.staging import RecordRing, UploadRing
+from slipstream.kernels.frame import RECORD_COLUMNS
 from slipstream.types import FramePlan, FrameResult
 
 if TYPE_CHECKING:
@@ -72,14 +73,14 @@ class Device:
             if self.graphs is not None:
                 records.append(self.graphs.run(plan))
             else:
-                records.append(frame.decode(plan, state.decode_B[: len(plan.decode)]).pack())
+                records.append(frame.decode(plan, state.decode_B[: len(plan.decode)]))
             slots += plan.decode
             is_prefill += [False] * len(plan.decode)
         if plan.prefill:
             last = [s.slot for s in plan.prefill if s.last]
             record = frame.prefill(plan, plan.prefill, len(last))
             if record is not None:
-                records.append(record.pack())
+                records.append(record)
                 slots += last
                 is_prefill += [True] * len(last)
         columns = max((r.shape[1] for r in records), default=RECORD_COLUMNS)

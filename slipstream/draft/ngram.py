@@ -10,16 +10,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slipstream.draft.protocol import Drafts, DraftView, FirstDraft, PrefillView
+from slipstream.draft.protocol import Drafts, DraftSlots, DraftView, FirstDraft, PrefillView
 from slipstream.errors import ConfigError
+from slipstream.kernels.draft import learn, lookup, ngram_draft, paying
 from slipstream.types import MAX_DRAFTS, Admit
 
-ROW_COST = (1.0, 1.1, 1.3, 1.4)
+ROW_COST = (1.0, 1.06, 1.16, 1.25)
 """Relative time of a frame with 1, 2, 3, 4 rows per slot; later rows cost as much as the last step."""
-
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.5, 1.0
-MEMORY, FORGET = 0.9, 0.995
-"""Weight of older rounds when a slot's acceptance is updated; per-frame return to the prior."""
 
 
 class NgramDrafter:
@@ -38,7 +35,7 @@ class NgramDrafter:
         *,
         slots: int,
         max_drafts: int,
-        min_n: int = 2,
+        min_n: int = 1,
         max_n: int = 5,
         gate: bool = True,
         row_cost: Sequence[float] = ROW_COST,
@@ -80,51 +77,25 @@ class NgramDrafter:
     def extend(self, view: DraftView) -> FirstDraft:
         """Update the slots' acceptance; the match itself belongs to `propose`."""
         if self.gate:
-            matched_B = self.matched_S[view.slot_B]
-            hits_BN, tries_BN = self.hits_SN[view.slot_B] * FORGET, self.tries_SN[view.slot_B] * FORGET
-            one_BN = torch.zeros_like(hits_BN).scatter_(1, matched_B[:, None], 1.0)
-            judged_B = torch.minimum(view.accepted_B + 1, view.drafted_B)
-            keep_BN = 1 - one_BN * (1 - MEMORY) * (judged_B > 0)[:, None]
-            self.hits_SN[view.slot_B] = hits_BN * keep_BN + one_BN * view.accepted_B[:, None]
-            self.tries_SN[view.slot_B] = tries_BN * keep_BN + one_BN * judged_B[:, None]
+            learn(self.hits_SN, self.tries_SN, self.matched_S, view.slot_B, view.drafted_B, view.accepted_B)
         zero_B = torch.zeros_like(view.slot_B)
         return FirstDraft(token_B=zero_B, count_B=zero_B)
 
     def propose(self, first: FirstDraft, view: DraftView) -> Drafts:
         del first
         history_BL = view.history_SL[:, : view.len_ub][view.slot_B]
-        end_B = view.committed_B  # index of the last known token
-        length_BL = match_lengths(history_BL, end_B, self.max_n)
-        columns = history_BL.shape[1]
-        column_L = torch.arange(columns, device=history_BL.device)
-        usable_BL = (length_BL >= self.min_n) & (column_L < end_B[:, None])
-        rank_BL = torch.where(usable_BL, length_BL * columns + column_L, -1)
-        best_B = rank_BL.amax(1)
-        found_B = best_B >= 0
-        at_B = torch.where(found_B, best_B % columns, 0)
-        matched_B = torch.where(found_B, torch.div(best_B, columns, rounding_mode="floor"), 0)
-        period_B = (end_B - at_B).clamp(min=1)
-        source_BK = at_B[:, None] + 1 + self.offset_K % period_B[:, None]
-        token_BK = history_BL.gather(1, source_BK.clamp(max=columns - 1))
-        count_B = torch.where(found_B, self.max_drafts, 0)
+        token_BK, matched_B = lookup(history_BL, view.committed_B, self.min_n, self.max_n, self.offset_K)
+        count_B = torch.full_like(matched_B, self.max_drafts)
         if self.gate:
             self.matched_S[view.slot_B] = matched_B
-            hits_B = self.hits_SN[view.slot_B, matched_B] + PRIOR_ACCEPTANCE * PRIOR_WEIGHT
-            accept_B = hits_B / (self.tries_SN[view.slot_B, matched_B] + PRIOR_WEIGHT)
-            gain_BW = (accept_B[:, None] ** self.power_W).cumsum(1) / self.cost_W
-            count_B = torch.where(found_B, gain_BW.argmax(1), 0)
-        return Drafts(token_BK=token_BK, count_B=count_B)
+            hits_B, tries_B = self.hits_SN[view.slot_B, matched_B], self.tries_SN[view.slot_B, matched_B]
+            count_B = paying(hits_B, tries_B, self.power_W, self.cost_W)
+        return Drafts(token_BK=token_BK, count_B=torch.where(matched_B > 0, count_B, 0))
 
-
-def match_lengths(history_BL: Tensor, end_B: Tensor, max_n: int) -> Tensor:
-    """Length [B, L] (at most max_n) of the longest common suffix of history[:j+1] and history[:end+1]."""
-    alive_BL = history_BL == history_BL.gather(1, end_B[:, None])
-    length_BL = alive_BL.to(torch.int64)
-    for i in range(1, max_n):
-        if i >= history_BL.shape[1]:
-            break
-        token_B1 = history_BL.gather(1, (end_B - i).clamp(min=0)[:, None])
-        same_BL = (history_BL == token_B1) & (end_B >= i)[:, None]
-        alive_BL = torch.cat([torch.zeros_like(alive_BL[:, :i]), alive_BL[:, i:] & same_BL[:, :-i]], 1)
-        length_BL = length_BL + alive_BL
-    return length_BL
+    def draft_slots(self, slots: DraftSlots) -> None:
+        """`extend`, `propose` and the limits on what is offered, in one launch."""
+        ngram_draft(
+            slots.record_BC, slots.slot_B, slots.active_S, slots.committed_S, slots.max_len_S, slots.max_drafts_S,
+            slots.history_SL, slots.pending_SW, slots.draft_count_S, self.hits_SN, self.tries_SN, self.matched_S,
+            self.cost_W, self.min_n, self.gate,
+        )  # fmt: skip

@@ -102,3 +102,32 @@ class Drafter(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of weights that one frame's drafting streams."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSlots:
+    """The end of a frame as slot state, for a drafter that writes its drafts there itself. All int64.
+
+    record_BC: the frame's record (kernels/frame.py: accepted and drafted counts; the drafter writes next drafts).
+    The drafter writes pending_SW[:, 1:] and draft_count_S of slot_B [B] (ids as the frame has them, active or not);
+    the rest it reads.
+    """
+
+    record_BC: Tensor
+    slot_B: Tensor
+    active_S: Tensor
+    committed_S: Tensor
+    max_len_S: Tensor
+    max_drafts_S: Tensor
+    history_SL: Tensor
+    pending_SW: Tensor
+    draft_count_S: Tensor
+
+
+@runtime_checkable
+class InPlaceDrafter(Protocol):
+    """A drafter with kernels of its own for a GPU: one call instead of `extend`, `propose` and what follows them."""
+
+    def draft_slots(self, slots: DraftSlots) -> None:
+        """Learn from the round, then write the next drafts: never more than max_drafts, nor than fit before max_len."""
+        ...

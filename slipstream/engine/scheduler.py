@@ -90,7 +90,7 @@ class Scheduler:
     def plan(self, seq: int) -> FramePlan | None:
         """The plan of launch `seq`, or None when there is nothing to run."""
         decoding, rows, width = self._choose_decode()
-        len_ub = max((s.reach(min(width, s.most_rows)) for s in decoding), default=0)
+        reach = [s.reach(min(width, s.most_rows)) for s in decoding]
         appends = self._cover(decoding, width, seq)
         admits: list[Admit] = []
         spans = self._choose_prefill(bool(decoding), admits, seq)
@@ -109,7 +109,8 @@ class Scheduler:
             decode=(*(s.slot for s in decoding), *(0,) * pad),
             rows=rows,
             width=width,
-            len_ub=len_ub,
+            len_ub=max(reach, default=0),
+            reach=(*reach, *(1,) * pad),
             first_page=(*(tables.first_page(s.slot) for s in decoding), *(-1,) * pad),
             prefill=tuple(span for _, span in spans),
             prefill_first_page=tuple(tables.first_page(s.slot) for s, _ in spans),

@@ -24,6 +24,10 @@ KERNELS: dict[str, str] = {
     "race_tokens": "slipstream.kernels.sample",
     "greedy_verify": "slipstream.kernels.sample",
     "ngram_match": "slipstream.kernels.ngram",
+    "pack_rows": "slipstream.kernels.frame",
+    "close_round": "slipstream.kernels.frame",
+    "close_greedy": "slipstream.kernels.frame",
+    "ngram_draft": "slipstream.kernels.draft",
 }
 """Op name -> module that defines it."""
 

@@ -255,7 +255,7 @@ def test_a_gguf_and_a_model_without_tokenizer(models: Path, capsys: pytest.Captu
 def test_bench_decode_on_dummy_weights(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """config.json alone is enough; one valid JSON line per batch size."""
     (tmp_path / "config.json").write_text((models / "good" / "config.json").read_text())
-    argv = [*BENCH, "--model", str(tmp_path), "--json", "--batch", "1,3", "--prompt-len", "8", "--output-len", "48",
+    argv = [*BENCH, "--model", str(tmp_path), "--json", "--batch", "1,3", "--prompt-len", "8", "--output-len", "200",
             "--repeats", "1", "--threads", str(torch.get_num_threads())]  # fmt: skip
     for more, tau in (([], 1.0), (["--draft", str(tmp_path), "--synthetic-acceptance", "2.5"], 2.5)):
         for _ in range(3):  # its own refusal of a measurement that is all noise is allowed on a loaded machine

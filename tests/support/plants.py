@@ -15,14 +15,14 @@ from slipstream.verify import core as verify_core
 
 def scalar_per_draft_step() -> None:
     """Founding case 2: a scalar made with torch.tensor(n, device=...) in the drafter, once per step."""
-    propose = NgramDrafter.propose
+    draft = NgramDrafter.draft_slots
 
-    def slow(self: NgramDrafter, first: Any, view: Any) -> Any:
+    def slow(self: NgramDrafter, slots: Any) -> None:
         for step in range(self.max_drafts):
-            torch.tensor(step, device=view.committed_B.device)
-        return propose(self, first, view)
+            torch.tensor(step, device=slots.slot_B.device)
+        draft(self, slots)
 
-    NgramDrafter.propose = slow  # type: ignore[method-assign]
+    NgramDrafter.draft_slots = slow  # type: ignore[method-assign]
 
 
 def length_read_back() -> None:

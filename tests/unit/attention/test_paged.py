@@ -36,7 +36,9 @@ class Slots:
             for j in range(-(-n // page_size)):
                 self.table[i + 1, j] = ids.pop(0)
 
-    def attend(self, rows: list[tuple[int, int]], first_page: tuple[int, ...] = ()) -> torch.Tensor:
+    def attend(
+        self, rows: list[tuple[int, int]], first_page: tuple[int, ...] = (), reach: tuple[int, ...] = ()
+    ) -> torch.Tensor:
         """rows: (sequence, how many of its last positions); earlier ones are written to the cache first."""
         slots, pos, q, k, v = [], [], [], [], []
         width = max(w for _, w in rows)
@@ -61,7 +63,7 @@ class Slots:
         attention = PagedAttention(
             self.kv, grid=grid, cache_slot_R=cache_slots(self.table, slot_R, pos_R, self.kv.page_size),
             table_BP=self.table[torch.tensor([i + 1 for i, _ in rows])], len_ub=int(pos_R.max()) + 1,
-            heads_per_kv=N // K, mask_dtype=self.kv.data.dtype, first_page=first_page,
+            heads_per_kv=N // K, mask_dtype=self.kv.data.dtype, first_page=first_page, reach=reach,
         )  # fmt: skip
         return attention.attend(0, torch.cat(q), torch.cat(k), torch.cat(v))
 
@@ -124,6 +126,10 @@ def test_results_do_not_depend_on_grouping(page_size: int) -> None:
     batch = Slots(lengths, page_size, torch.bfloat16, runs=True)
     taken = [(0, 8), (1, 3), (2, 1), (3, 8), (4, 5)]
     out = batch.attend(taken)
+    runs = tuple(int(batch.table[i + 1, 0]) for i, _ in taken)
+    long = [(3, 8), (4, 5)]
+    in_place = batch.attend(long, runs[3:], (lengths[3], lengths[4]))
+    assert torch.equal(in_place, out[-13:]), "one call per slot, each with its own columns"
     at = 0
     for i, w in taken:
         for alone in range(1, w + 1):

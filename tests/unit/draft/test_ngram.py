@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.draft.ngram import NgramDrafter, match_lengths
+from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import DraftView
 from slipstream.errors import ConfigError
+from slipstream.kernels.draft import match_lengths
 from slipstream.sampling.slot_params import SlotParams
 
 K = 4

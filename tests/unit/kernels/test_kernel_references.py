@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.draft.ngram import match_lengths
 from slipstream.kernels import attention, gemm, ngram, norm, registry, rope, sample
+from slipstream.kernels.draft import match_lengths
 from slipstream.kernels.workspace import Workspace
 from slipstream.sampling.rng import PURPOSE_COUPLED, race_noise, stream_words
 from slipstream.types import VerifyMode

@@ -1,0 +1,205 @@
+# mypy: ignore-errors
+# (Triton's device language has no types that mypy could check; the ops in kernels/frame.py are typed.)
+"""Packing a frame's rows, and closing its round: greedy verification, finish test, commit and record in one."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from slipstream.kernels.frame import RECORD_COLUMNS
+from slipstream.sampling.rng import PURPOSE_SYNTHETIC
+from slipstream.types import FinishCode
+
+_COLUMNS = tl.constexpr(RECORD_COLUMNS)
+_NONE = tl.constexpr(int(FinishCode.NONE))
+_STOP = tl.constexpr(int(FinishCode.STOP))
+_LENGTH = tl.constexpr(int(FinishCode.LENGTH))
+# The constants of sampling/rng.py: the same bits on every device.
+_PURPOSE = tl.constexpr(PURPOSE_SYNTHETIC << 56)
+_GOLDEN64 = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
+_MIX64_A = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
+_MIX64_B = tl.constexpr(0x94D049BB133111EB - (1 << 64))
+_LOW34 = tl.constexpr((1 << 34) - 1)
+_LOW37 = tl.constexpr((1 << 37) - 1)
+_LOW33 = tl.constexpr((1 << 33) - 1)
+_LOW53 = tl.constexpr((1 << 53) - 1)
+
+
+@triton.jit(do_not_specialize=["B", "R"])
+def pack_rows_kernel(
+    active_ptr, committed_ptr, count_ptr, pending_ptr, slot_ptr,
+    slot_out, pos_out, token_out, owner_out, rows_out, row_of_out,
+    B, R, W: tl.constexpr, PW: tl.constexpr, LONE: tl.constexpr, BP: tl.constexpr, WP: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,): each program counts the rows of all slots, then writes its own and its share of the padding."""
+    b = tl.program_id(0)
+    i = tl.arange(0, BP)
+    known = i < B
+    slots = tl.load(slot_ptr + i, mask=known, other=0)
+    active = tl.load(active_ptr + slots, mask=known, other=0).to(tl.int32)
+    extra = tl.minimum(tl.load(count_ptr + slots, mask=known, other=0).to(tl.int32), W - 1) * active
+    room = R - tl.sum(active, axis=0) - (tl.cumsum(extra, axis=0) - extra)
+    rows = active + tl.minimum(tl.maximum(room, 0), extra)
+    start = tl.sum(tl.where(i < b, rows, 0), axis=0)
+    mine = tl.sum(tl.where(i == b, rows, 0), axis=0)
+    total = tl.sum(rows, axis=0)
+    slot = tl.load(slot_ptr + b)
+    base = tl.load(committed_ptr + slot)
+    w = tl.arange(0, WP)
+    live = w < mine
+    r = start + w
+    zero = tl.zeros([WP], tl.int64)
+    tl.store(slot_out + r, zero + slot, mask=live)
+    tl.store(pos_out + r, base + w, mask=live)
+    tl.store(token_out + r, tl.load(pending_ptr + slot * PW + w, mask=live, other=0), mask=live)
+    tl.store(owner_out + r, zero + b, mask=live)
+    tl.store(rows_out + b, mine.to(tl.int64))
+    last = tl.maximum(mine - 1, 0)
+    if LONE:
+        last = last * 0 + (W - 1)
+    row_of = tl.minimum(start + tl.minimum(w, last), R - 1)
+    tl.store(row_of_out + b * W + w, row_of.to(tl.int64), mask=w < W)
+    for first in tl.range(total + b * WP, R, B * WP):
+        pad = first + w
+        spare = pad < R
+        tl.store(slot_out + pad, zero, mask=spare)
+        tl.store(pos_out + pad, zero, mask=spare)
+        tl.store(token_out + pad, zero, mask=spare)
+        tl.store(owner_out + pad, zero + (B - 1), mask=spare)
+
+
+@triton.jit
+def _coin53(key, child, base):
+    """The coin of `sampling.rng.coin` for PURPOSE_SYNTHETIC, node 0, as a whole number below 2**53."""
+    z = key + (base + child * (1 << 32) + _PURPOSE) * _GOLDEN64
+    z = (z ^ ((z >> 30) & _LOW34)) * _MIX64_A
+    z = (z ^ ((z >> 27) & _LOW37)) * _MIX64_B
+    z = z ^ ((z >> 31) & _LOW33)
+    return (z >> 11) & _LOW53
+
+
+@triton.jit
+def _close(
+    b, w, slot, base, rows, token, accepted, emitted, generation_ptr, active_ptr, committed_ptr, max_len_ptr,
+    stop_ptr, history_ptr, pending_ptr, record_ptr, L,
+    W: tl.constexpr, PW: tl.constexpr, T: tl.constexpr, TP: tl.constexpr,
+):  # fmt: skip
+    """Finish test, commit and record of one slot. token [WP]; rows, accepted, emitted int32."""
+    inside = w < W
+    t = tl.arange(0, TP)
+    stops = tl.load(stop_ptr + slot * T + t, mask=t < T, other=-1)
+    stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), axis=1)
+    full = base + w + 2 >= tl.load(max_len_ptr + slot)
+    end = ((stop > 0) | full) & (w < emitted) & inside
+    cut = tl.min(tl.where(end, w, W), axis=0)
+    ended = cut < W
+    stopped = tl.sum(tl.where(w == cut, stop, 0), axis=0) > 0
+    finish = tl.where(ended, tl.where(stopped, _STOP, _LENGTH), _NONE)
+    count = tl.where(ended, cut + 1, emitted)
+    tl.store(history_ptr + slot * L + base + 1 + w, token, mask=(w < count) & inside)
+    # A slot that emits nothing may be the sink, which several programs share: then nothing is written.
+    tl.store(pending_ptr + slot * PW, tl.sum(tl.where(w == count - 1, token, 0), axis=0), mask=count > 0)
+    tl.store(committed_ptr + slot, base + count, mask=count > 0)
+    tl.store(active_ptr + slot, tl.zeros_like(slot), mask=ended)
+    own = record_ptr + b * (_COLUMNS + W)
+    tl.store(own, tl.load(generation_ptr + slot))
+    tl.store(own + 1, count.to(tl.int64))
+    tl.store(own + 2, tl.minimum(accepted, count).to(tl.int64))
+    tl.store(own + 3, tl.maximum(rows - 1, 0).to(tl.int64))
+    tl.store(own + 4, finish.to(tl.int64))
+    tl.store(own + 5, tl.zeros_like(slot))
+    tl.store(own + _COLUMNS + w, token, mask=inside)
+
+
+@triton.jit
+def close_round_kernel(
+    token_ptr, accepted_ptr, emitted_ptr, rows_ptr, slot_ptr, generation_ptr, active_ptr, committed_ptr, max_len_ptr,
+    stop_ptr, history_ptr, pending_ptr, record_ptr, L,
+    W: tl.constexpr, PW: tl.constexpr, WP: tl.constexpr, T: tl.constexpr, TP: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,)."""
+    b = tl.program_id(0)
+    w = tl.arange(0, WP)
+    slot = tl.load(slot_ptr + b)
+    base = tl.load(committed_ptr + slot)
+    token = tl.load(token_ptr + b * W + w, mask=w < W, other=0)
+    rows = tl.load(rows_ptr + b).to(tl.int32)
+    accepted = tl.load(accepted_ptr + b).to(tl.int32)
+    emitted = tl.load(emitted_ptr + b).to(tl.int32)
+    _close(
+        b, w, slot, base, rows, token, accepted, emitted, generation_ptr, active_ptr, committed_ptr, max_len_ptr,
+        stop_ptr, history_ptr, pending_ptr, record_ptr, L, W, PW, T, TP,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["whole", "share"])
+def close_greedy_kernel(
+    target_ptr, row_of_ptr, rows_ptr, slot_ptr, generation_ptr, active_ptr, committed_ptr, max_len_ptr,
+    stop_ptr, history_ptr, pending_ptr, key_ptr, child_ptr, record_ptr, L, whole, share,
+    W: tl.constexpr, PW: tl.constexpr, WP: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, SYNTHETIC: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,): the leading drafts that equal their row's target (or the drawn count), then the target's own token."""
+    b = tl.program_id(0)
+    w = tl.arange(0, WP)
+    inside = w < W
+    slot = tl.load(slot_ptr + b)
+    base = tl.load(committed_ptr + slot)
+    rows = tl.load(rows_ptr + b).to(tl.int32)
+    target = tl.load(target_ptr + tl.load(row_of_ptr + b * W + w, mask=inside, other=0), mask=inside, other=0)
+    draft = tl.load(pending_ptr + slot * PW + 1 + w, mask=w < W - 1, other=-1)
+    if SYNTHETIC:
+        more = _coin53(tl.load(key_ptr + slot), tl.load(child_ptr + slot), base) < share
+        accepted = tl.minimum(more.to(tl.int32) + whole, tl.maximum(rows - 1, 0)).to(tl.int32)
+    else:
+        good = (target == draft) & (w < rows - 1) & (w < W - 1)
+        accepted = tl.min(tl.where(good, WP, w), axis=0)
+    emitted = tl.where(rows > 0, accepted + 1, 0)
+    own = tl.sum(tl.where(w == accepted, target, 0), axis=0)
+    token = tl.where(w < accepted, draft, own)
+    token = tl.where(w < emitted, token, 0)
+    _close(
+        b, w, slot, base, rows, token, accepted, emitted, generation_ptr, active_ptr, committed_ptr, max_len_ptr,
+        stop_ptr, history_ptr, pending_ptr, record_ptr, L, W, PW, T, TP,
+    )  # fmt: skip
+
+
+def _pad(n, least=4):
+    return max(least, triton.next_power_of_2(n))
+
+
+def launch_pack_rows(
+    active, committed, count, pending, slot, slot_out, pos_out, token_out, owner_out, rows_out, row_of
+):
+    slots, width = row_of.shape
+    rows = slot_out.shape[0]
+    pack_rows_kernel[(slots,)](
+        active, committed, count, pending, slot, slot_out, pos_out, token_out, owner_out, rows_out, row_of,
+        slots, rows, W=width, PW=pending.shape[1], LONE=slots == 1 and rows == width, BP=_pad(slots, 32),
+        WP=_pad(width), num_warps=1 if slots <= 64 else 4,
+    )  # fmt: skip
+
+
+def launch_close_round(
+    token, accepted, emitted, rows, slot, generation, active, committed, max_len, stops, history, pending, record
+):
+    slots, width = token.shape
+    close_round_kernel[(slots,)](
+        token, accepted, emitted, rows, slot, generation, active, committed, max_len, stops, history, pending, record,
+        history.shape[1], W=width, PW=pending.shape[1], WP=_pad(width), T=stops.shape[1], TP=_pad(stops.shape[1]),
+        num_warps=1,
+    )  # fmt: skip
+
+
+def launch_close_greedy(
+    target, row_of, rows, slot, generation, active, committed, max_len, stops, history, pending, key, child, record,
+    synthetic,
+):  # fmt: skip
+    """synthetic: None, or `kernels.frame.synthetic_parts`."""
+    slots, width = row_of.shape
+    whole, share = synthetic or (0, 0)
+    close_greedy_kernel[(slots,)](
+        target, row_of, rows, slot, generation, active, committed, max_len, stops, history, pending, key, child,
+        record, history.shape[1], whole, share, W=width, PW=pending.shape[1], WP=_pad(width), T=stops.shape[1],
+        TP=_pad(stops.shape[1]), SYNTHETIC=synthetic is not None, num_warps=1,
+    )  # fmt: skip

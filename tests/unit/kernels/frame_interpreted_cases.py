@@ -1,0 +1,110 @@
+"""The frame's Triton kernels on the CPU, in Triton's interpreter, against the references.
+
+Collected by test_frame_kernels_interpreted.py only, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.kernels import draft as ops_draft
+from slipstream.kernels import frame as ops
+from slipstream.kernels.jit import draft, frame
+from tests.support.frame_kernel_cases import State, draft_memory, random_state, same_state, slot_list
+
+SLOTS, PADDING = 20, 4
+B = SLOTS + PADDING
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def unwritten(*shape: int) -> torch.Tensor:
+    return torch.full(shape, -77)
+
+
+def packed(state: State, slot: torch.Tensor, rows: int, width: int) -> tuple[torch.Tensor, ...]:
+    return ops.packed_rows(state.active, state.committed, state.draft_count, state.pending, slot, rows, width)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(B, 1), (B * 4, 4), (B + 9, 4), (B * 2, 2), (B * 4 + 50, 4)])
+def test_pack_rows(rows: int, width: int) -> None:
+    state, slot = random_state(SLOTS, 3), slot_list(SLOTS, PADDING)
+    want = packed(state, slot, rows, width)
+    got = [unwritten(*t.shape) for t in want]
+    frame.launch_pack_rows(state.active, state.committed, state.draft_count, state.pending, slot, *got)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    total = int(want[4].sum())
+    assert int(state.active[slot].sum()) <= total <= rows
+    assert (want[0] == 0).sum() == rows - total
+
+
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("active", [0, 1])
+def test_pack_rows_of_a_lone_slot(width: int, active: int) -> None:
+    state, slot = random_state(2, 3), torch.tensor([2])
+    state.active[2], state.draft_count[2] = active, 2
+    want = packed(state, slot, width, width)
+    got = [unwritten(*t.shape) for t in want]
+    frame.launch_pack_rows(state.active, state.committed, state.draft_count, state.pending, slot, *got)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_close_round(width: int) -> None:
+    state = random_state(SLOTS, 3, seed=width)
+    slot, mine = slot_list(SLOTS, PADDING), state.copy()
+    rows = packed(state, slot, B * width, width)[4]
+    emitted = torch.minimum(rows, torch.randint(1, width + 1, (B,)))
+    token = torch.where(torch.arange(width) < emitted[:, None], torch.randint(0, 6, (B, width)), 0)
+    state.stop_ids[slot[0], 9] = mine.stop_ids[slot[0], 9] = token[0, 0]
+    record = unwritten(B, 6 + width)
+    frame.launch_close_round(token, (emitted - 1).clamp(min=0), emitted, rows, slot, *mine.fields, record)
+    want = ops.closed_round(token, (emitted - 1).clamp(min=0), emitted, rows, slot, *state.fields)
+    assert torch.equal(record, want) and same_state(mine, state)
+    assert set(want[:, 4].tolist()) == {0, 1, 2}
+
+
+@pytest.mark.parametrize("synthetic", [None, 1.0, 2.6, 4.0])
+@pytest.mark.parametrize("width", [1, 4])
+def test_close_greedy(width: int, synthetic: float | None) -> None:
+    state, slot = random_state(SLOTS, 3, seed=5), slot_list(SLOTS, PADDING)
+    mine = state.copy()
+    *_, rows, row_of = packed(state, slot, B * width, width)
+    target, record = torch.randint(0, 3, (B * width,)), unwritten(B, 6 + width)
+    mine.pending.remainder_(3), state.pending.remainder_(3)
+    parts = None if synthetic is None else ops.synthetic_parts(synthetic)
+    frame.launch_close_greedy(target, row_of, rows, slot, *mine.fields, mine.key, mine.child, record, parts)
+    want = ops.close_greedy(target, row_of, rows, slot, *state.fields, state.key, state.child, synthetic)
+    assert torch.equal(record, want) and same_state(mine, state)
+    if width > 1 and synthetic in (None, 2.6):
+        assert len(set(want[:, 2].tolist())) >= 3
+
+
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (2, 5)])
+def test_ngram_draft(gate: bool, min_n: int, max_n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft, "BLOCK", 32)  # several steps per history
+    state, slot = random_state(SLOTS, 3, vocab=3, columns=90, seed=max_n), slot_list(SLOTS, PADDING)
+    mine, memory = state.copy(), draft_memory(SLOTS, max_n)
+    theirs = [t.clone() for t in memory]
+    record = torch.randint(0, 4, (B, 10))
+    want, cost = record.clone(), torch.tensor([1.0, 1.1, 1.3, 1.4])
+
+    def args(r: torch.Tensor, s: State) -> tuple[torch.Tensor, ...]:
+        return (r, slot, s.active, s.committed, s.max_len, s.max_drafts, s.history, s.pending, s.draft_count)
+
+    draft.launch_ngram_draft(*args(record, mine), *memory, cost, min_n=min_n, gate=gate)
+    ops_draft.ngram_draft(*args(want, state), *theirs, cost, min_n, gate)
+    live = state.active > 0
+    assert torch.equal(record, want) and torch.equal(mine.draft_count[1:], state.draft_count[1:])
+    assert torch.equal(mine.pending[live], state.pending[live]) and torch.equal(mine.history, state.history)
+    assert torch.equal(memory[2][1:], theirs[2][1:])
+    for a, b in zip(memory[:2], theirs[:2], strict=True):
+        assert torch.allclose(a[1:], b[1:], rtol=1e-6)
+    assert len(set(want[:, 5].tolist())) >= 3 and not live.all()

@@ -56,6 +56,8 @@ class FusedDecoder:
             return False
         if model.dtype not in (torch.bfloat16, torch.float32) or not isinstance(model.embed, Embedding):
             return False
+        if model.config.qk_norm and 64 % (model.config.head_dim // 2):
+            return False  # a head's half must not straddle the product's tiles
         blocks: list[Any] = list(model.blocks)
         linears = [x for b in blocks for x in (b.qkv, b.o, b.gate_up, b.down)] + [model.head]
         plain = [x for b in blocks for x in (b.o, b.gate_up, b.down)] + [model.head]

@@ -252,6 +252,7 @@ def test_a_gguf_and_a_model_without_tokenizer(models: Path, capsys: pytest.Captu
     assert "tokenizer" in err
 
 
+@pytest.mark.serial
 def test_bench_decode_on_dummy_weights(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """config.json alone is enough; one valid JSON line per batch size."""
     (tmp_path / "config.json").write_text((models / "good" / "config.json").read_text())

@@ -86,7 +86,7 @@ def test_gate_follows_acceptance_and_recovers() -> None:
         return count
 
     assert frames(1, 0, 0) > 0, "an unknown slot starts with drafts"
-    assert frames(12, 3, 0) == 0, "nothing accepted: it stops"
+    assert frames(20, 3, 0) == 0, "nothing accepted: it stops"
     assert frames(2000, 0, 0) > 0, "and is tried again later"
     assert frames(12, 3, 3) == 3
 

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.attention.dense import DenseCausal
-from slipstream.draft.oracle import OracleDrafter
-from slipstream.sampling.processors import process_logits
-from slipstream.sampling.rng import PURPOSE_COUPLED, race_noise, request_key
-from slipstream.types import Request
 from tests.support.kit import VOCAB, perturb, tiny_model_dir
 from tests.support.pairwise import all_cells, pairwise
+from tests.support.reference import DenseReference, planted_oracle
 
 FACTORS: dict[str, Sequence[Any]] = {
     "drafter": ("none", "ngram", "oracle", "draft-good", "draft-bad"),
@@ -50,78 +45,10 @@ def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-class Reference:
-    """Plain decoding by recomputation: no cache, no engine, no drafts."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.known: dict[tuple[Any, ...], list[int]] = {}
-
-    def continuation(self, prompt: tuple[int, ...], params: SamplingParams, child: int = 0) -> list[int]:
-        """max_tokens tokens, end-of-sequence ignored."""
-        key = (
-            prompt,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.seed,
-            params.max_tokens,
-            child,
-        )
-        if key not in self.known:
-            tokens = list(prompt)
-            with torch.inference_mode():
-                for _ in range(params.max_tokens or 0):
-                    tokens.append(self._next(tokens, params, child))
-            self.known[key] = tokens[len(prompt) :]
-        return self.known[key]
-
-    def _next(self, tokens: list[int], params: SamplingParams, child: int) -> int:
-        pos = torch.arange(len(tokens))
-        hidden, _ = self.model.forward(torch.tensor(tokens), pos, DenseCausal(pos))
-        logits = self.model.logits(hidden[-1:])
-        if params.greedy:
-            return int(logits.argmax())
-        one = torch.ones(1, dtype=torch.float64)
-        logits = process_logits(
-            logits,
-            one * params.temperature,
-            torch.tensor([params.top_k]),
-            one * params.top_p,
-            one * params.min_p,
-            None,
-            filtered=True,
-        )
-        key = torch.tensor([request_key(params.seed)])
-        noise = race_noise(
-            key,
-            torch.tensor([child]),
-            torch.tensor([len(tokens)]),
-            PURPOSE_COUPLED,
-            logits.shape[1],
-            torch.float64,
-        )
-        return int((noise / logits.softmax(1)).argmin())
-
-
 @pytest.fixture(scope="module")
-def reference(dirs: dict[str, Path]) -> Reference:
+def reference(dirs: dict[str, Path]) -> DenseReference:
     llm = LLM(model=str(dirs["target"]), dtype="float64", max_model_len=256)
-    return Reference(llm._built.model)
-
-
-def planted(reference: Reference, seed: int) -> Callable[..., OracleDrafter]:
-    """An oracle that knows each request's plain continuation, wrong at random places, so that every
-    number of accepted drafts occurs in every order; sometimes it knows nothing."""
-
-    def script(request: Request) -> list[int]:
-        rng = random.Random(seed * 1000 + len(request.prompt_token_ids))
-        params = request.params
-        right = list(request.prompt_token_ids) + reference.continuation(request.prompt_token_ids, params, request.child)
-        return [(t + 1) % VOCAB if rng.random() < 0.3 else -1 if rng.random() < 0.05 else t for t in right]
-
-    return lambda **kw: OracleDrafter(script, **kw)
+    return DenseReference(llm._built.model)
 
 
 def make_params(cell: dict[str, Any], i: int, max_tokens: int) -> SamplingParams:
@@ -133,7 +60,7 @@ def make_params(cell: dict[str, Any], i: int, max_tokens: int) -> SamplingParams
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: "-".join(str(v) for v in c.values()))
-def test_speculative_equals_plain(cell: dict[str, Any], dirs: dict[str, Path], reference: Reference) -> None:
+def test_speculative_equals_plain(cell: dict[str, Any], dirs: dict[str, Path], reference: DenseReference) -> None:
     rng = random.Random(str(sorted(cell.items())))
     batch = cell["batch"]
     max_tokens = 24
@@ -143,9 +70,10 @@ def test_speculative_equals_plain(cell: dict[str, Any], dirs: dict[str, Path], r
         for _ in range(batch)
     ]
     params = [make_params(cell, i, max_tokens) for i in range(batch)]
-    draft: Any = {"none": None, "ngram": "ngram", "oracle": planted(reference, 3)}.get(
-        cell["drafter"], str(dirs.get(cell["drafter"]))
+    oracle = planted_oracle(
+        lambda r: reference.continuation(r.prompt_token_ids, r.params, r.child), vocab=VOCAB, seed=3
     )
+    draft: Any = {"none": None, "ngram": "ngram", "oracle": oracle}.get(cell["drafter"], str(dirs.get(cell["drafter"])))
     longest = max(len(p) for p in prompts) + max_tokens
     page = cell["page_size"]
     one = -(-(longest + 8) // page)

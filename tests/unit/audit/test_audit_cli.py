@@ -155,7 +155,9 @@ def test_fails_by_itself(x):
 def test_pytest_plugin(tmp_path):
     (tmp_path / "test_plugin_case.py").write_text(PLUGIN_TEST)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "slipstream.audit.pytest_plugin", "--strict-markers"]
-    done = subprocess.run([*command, "."], cwd=tmp_path, capture_output=True, text=True, env=_env(), check=False)
+    # An installed package brings the plugin by its entry point; loaded by name it must not come twice.
+    env = {**_env(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run([*command, "."], cwd=tmp_path, capture_output=True, text=True, env=env, check=False)
     assert "2 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert "test_waits: 1 finding(s)" in done.stdout and "x.sum().item()" in done.stdout
     assert "AssertionError" in done.stdout or "assert torch.Size" in done.stdout

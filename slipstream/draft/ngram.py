@@ -15,7 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.kernels.draft import learn, lookup, ngram_draft, paying
 from slipstream.types import MAX_DRAFTS, Admit
 
-ROW_COST = (1.0, 1.06, 1.16, 1.25)
+ROW_COST = (1.0, 1.1, 1.3, 1.4)
 """Relative time of a frame with 1, 2, 3, 4 rows per slot; later rows cost as much as the last step."""
 
 
@@ -35,7 +35,7 @@ class NgramDrafter:
         *,
         slots: int,
         max_drafts: int,
-        min_n: int = 1,
+        min_n: int = 2,
         max_n: int = 5,
         gate: bool = True,
         row_cost: Sequence[float] = ROW_COST,

@@ -114,7 +114,10 @@ def _load(config: LLMConfig, source: str | None, device: torch.device) -> Loaded
 
 def _tokenizer(config: LLMConfig, loaded: LoadedModel) -> Tokenizer:
     if config.tokenizer is not None:
-        return Tokenizer.from_dir(Path(config.tokenizer))
+        folder = Path(config.tokenizer)
+        if not (folder / "tokenizer.json").is_file():
+            raise ConfigError(f"tokenizer={config.tokenizer!r} must be a folder with a tokenizer.json")
+        return Tokenizer.from_dir(folder)
     if loaded.gguf_path is not None:
         return Tokenizer.from_gguf(loaded.gguf_path)
     if loaded.tokenizer_dir is not None:

@@ -46,6 +46,10 @@ class EngineConfig:
         _between("num_drafts", self.num_drafts, 0, MAX_DRAFTS)
         _between("prefill_chunk", self.prefill_chunk, 1, 1 << 16)
         _between("prefill_chunk_busy", self.prefill_chunk_busy, 1, 1 << 16)
+        for bucket in self.slot_buckets:
+            _between("slot_buckets", bucket, 1, self.max_slots)
+        for tier in self.row_tiers:
+            _between("row_tiers", tier, 1, MAX_DRAFTS + 1)
         if self.slot_buckets and max(self.slot_buckets) < self.max_slots:
             raise ConfigError(
                 f"slot_buckets={list(self.slot_buckets)} do not reach max_slots={self.max_slots}; add that size"
@@ -163,7 +167,8 @@ def resolve_engine(
     else:
         wanted = min(max_slots * one, max(one, 32768 // page_size))
         num_pages = max(one, min(wanted, memory_bytes // (kv_bytes_per_token * page_size)))
-    buckets, tiers = tuple(user.slot_buckets), tuple(user.row_tiers)
+    buckets = tuple(user.slot_buckets)
+    tiers = tuple(sorted({min(t, num_drafts + 1) for t in user.row_tiers}))
     if not on_cpu:  # captured frames need fixed shapes
         powers = {2**i for i in range(max_slots.bit_length())}
         buckets = buckets or tuple(sorted(powers | {max_slots}))

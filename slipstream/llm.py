@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import signal
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,11 +78,14 @@ class LLM:
         batch = _as_batch(prompts)
         each = _as_params(params, len(batch), self.default_sampling_params)
         requests = [self._prepare(p, s) for p, s in zip(batch, each, strict=True)]
-        ids = [self._submit(*r) for r in requests]
-        waiting = set(ids)
+        ids: list[str] = []
+        waiting: set[str] = set()
         done: dict[str, RequestOutput] = {}
-        bar = _Progress(len(ids), enabled=use_tqdm and len(ids) > 1)
+        bar = _Progress(len(requests), enabled=use_tqdm and len(requests) > 1)
         try:
+            for r in requests:
+                ids.append(self._submit(*r))
+                waiting.add(ids[-1])
             while waiting:
                 for chunk in self._step():
                     if chunk.output is not None and chunk.output.request_id in waiting:
@@ -118,6 +124,8 @@ class LLM:
         try:
             while not finished:
                 if not unread:
+                    if request_id not in self._live:
+                        return  # closed or aborted from elsewhere
                     self._step()
                 while unread:
                     chunk = unread.popleft()
@@ -133,7 +141,7 @@ class LLM:
         if live is None:
             return
         self._engine.abort(request_id)
-        while self._engine.has_work and not self._live:
+        while self._engine.has_work and not self._live and not self._engine.dead:
             self._engine.step()
 
     def default_sampling_params(self) -> SamplingParams:
@@ -215,14 +223,18 @@ class LLM:
             open=set(range(params.n)),
         )
         key = request_key(params.seed)
-        for child in range(params.n):
-            self._engine.add(
-                Request(
-                    request_id=request_id, prompt_token_ids=ids, params=params, child=child, key=key,
-                    stop_ids=self._stop_ids(params), max_len=max_len, needs_ack=live.needs_ack,
-                )
-            )  # fmt: skip
         self._live[request_id] = live
+        try:
+            for child in range(params.n):
+                self._engine.add(
+                    Request(
+                        request_id=request_id, prompt_token_ids=ids, params=params, child=child, key=key,
+                        stop_ids=self._stop_ids(params), max_len=max_len, needs_ack=live.needs_ack,
+                    )
+                )  # fmt: skip
+        except InvalidRequestError:
+            self.abort(request_id)  # its first children may be in already
+            raise
         return request_id
 
     # -- the loop -------------------------------------------------------------------------------------------
@@ -230,7 +242,9 @@ class LLM:
     def _step(self) -> list[StreamChunk]:
         """One turn of the engine; its tokens become text here, and cuts go back at once."""
         chunks = []
-        for event in self._engine.step():
+        with _held_interrupts():
+            events = self._engine.step()
+        for event in events:
             live = self._live.get(event.request_id)
             if live is None or event.child not in live.open:
                 continue
@@ -270,13 +284,39 @@ class LLM:
         )
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+@contextlib.contextmanager
+def _held_interrupts() -> Iterator[None]:
+    """Ctrl-C waits until the engine's step is whole: half a step would leave host and device in disagreement."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
+def _as_batch(prompts: Any) -> list[Prompt]:
+    """A list of prompts, each text or a list of token ids; arrays are taken as lists."""
     if isinstance(prompts, str):
         return [prompts]
-    items = list(prompts)
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, (list, tuple)):
+        raise InvalidRequestError(
+            f"prompts of type {type(prompts).__name__} must be text, token ids or a list of those"
+        )
+    items = [p.tolist() if hasattr(p, "tolist") else p for p in prompts]
+    for p in items:
+        if not isinstance(p, (str, int, list, tuple)):
+            raise InvalidRequestError(f"prompt {p!r} must be text or a list of token ids")
     if items and all(isinstance(p, int) for p in items):
-        return [items]  # type: ignore[list-item]
-    return items  # type: ignore[return-value]
+        return [items]
+    return items
 
 
 def _as_params(params: Any, count: int, default: Any) -> list[SamplingParams]:

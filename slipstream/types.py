@@ -21,6 +21,9 @@ from slipstream.errors import InvalidRequestError, UnsupportedError
 MAX_STOP_IDS = 16
 """Width of a slot's table of stop token ids, end-of-sequence ids included."""
 
+MIN_TEMPERATURE = 1e-5
+"""Temperatures between 0 and this are raised to it, so that scaled logits stay finite in float32."""
+
 MAX_DRAFTS = 31
 """Most drafts per slot and frame; the widest row tier is one more."""
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.types import MAX_STOP_IDS, Admit, FramePlan, IntArray
+from slipstream.types import MAX_STOP_IDS, MIN_TEMPERATURE, Admit, FramePlan, IntArray
 
 Pairs = tuple[IntArray, IntArray]
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
@@ -77,7 +77,7 @@ class ControlWriter:
             ("key", request.key),
             ("child", request.child),
             ("top_k", params.top_k),
-            ("temperature", bits(params.temperature)),
+            ("temperature", bits(0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE))),
             ("top_p", bits(params.top_p)),
             ("min_p", bits(params.min_p)),
         ):

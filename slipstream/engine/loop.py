@@ -83,6 +83,10 @@ class EngineCore:
         return None if seq is None else seq.stats
 
     @property
+    def dead(self) -> bool:
+        return self._fault is not None
+
+    @property
     def has_work(self) -> bool:
         """Whether `step` can still do something."""
         s = self.scheduler
@@ -118,7 +122,7 @@ class EngineCore:
             # Ends are handed out at once: blocking on a frame now would hold them back.
             if self._in_flight and not events and (plan is None or self._in_flight == self.config.run_ahead):
                 events = self._collect()
-        except Exception as fault:
+        except BaseException as fault:
             self._fault = fault  # the plans and the device no longer agree: nothing can go on from here
             raise
         return events

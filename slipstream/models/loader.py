@@ -83,6 +83,8 @@ def resolve_source(source: str | Path | None, revision: str | None = None) -> Pa
     if not text.strip():
         raise ModelLoadError("the model name is empty")
     if path.exists():
+        if not path.is_file() and not path.is_dir():
+            raise ModelLoadError(f"{path} is neither a file nor a folder")
         if path.is_file() and path.suffix != ".gguf" and path.name != "config.json":
             raise ModelLoadError(f"{path} is neither a .gguf file, a config.json nor a folder with one")
         return path

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-MIN_TEMPERATURE = 1e-5
-"""Temperatures between 0 and this are raised to it, so that scaled logits stay finite in float32."""
+from slipstream.types import MIN_TEMPERATURE
 
 _DIGIT_BITS = 11
 
@@ -122,7 +121,10 @@ def _search(rank_RV: Tensor, weight_RV: Tensor, goal_R1: Tensor) -> Tensor:
     # Clamp before subtracting: the difference of two far ranks overflows. From here on near = rank - low,
     # -1 for everything before the interval, its width for everything after it.
     torch.maximum(rank_RV, low_R1 - 1, out=near_RV)
-    torch.minimum(near_RV, low_R1 + (1 << left), out=near_RV).sub_(low_R1)
+    # In float64 the top digit's end overflows too, so its last rank is the clamp and what lies beyond goes one up.
+    last_R1 = low_R1 + ((1 << left) - 1)
+    torch.minimum(near_RV, last_R1, out=near_RV).sub_(low_R1)
+    near_RV.add_((rank_RV > last_R1).to(near_RV.dtype))
     digit_RV = torch.empty_like(near_RV)
     while left > 0:
         digit_bits = min(_DIGIT_BITS, left)

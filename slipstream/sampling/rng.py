@@ -42,7 +42,7 @@ def request_key(seed: int | None, rng: random.Random | None = None) -> int:
     from the system's entropy, or from `rng` where a test wants to repeat itself.
     """
     if seed is not None:
-        data = seed.to_bytes(16, "little", signed=True)
+        data = int(seed).to_bytes(16, "little", signed=True)
         raw = hashlib.blake2b(data, digest_size=8, person=b"slipstream-seed").digest()
     elif rng is not None:
         raw = rng.randbytes(8)

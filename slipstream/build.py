@@ -72,6 +72,7 @@ def build(config: LLMConfig) -> Built:
     state = SlotState(
         max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
         num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy),
+        widest_frame=max(engine.slot_buckets, default=0),
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None,
     )  # fmt: skip
     fused, workspace = _kernels(model, kv, device)

@@ -47,7 +47,7 @@ class EngineConfig:
         _between("prefill_chunk", self.prefill_chunk, 1, 1 << 16)
         _between("prefill_chunk_busy", self.prefill_chunk_busy, 1, 1 << 16)
         for bucket in self.slot_buckets:
-            _between("slot_buckets", bucket, 1, self.max_slots)
+            _between("slot_buckets", bucket, 1, 4096)
         for tier in self.row_tiers:
             _between("row_tiers", tier, 1, MAX_DRAFTS + 1)
         if self.slot_buckets and max(self.slot_buckets) < self.max_slots:

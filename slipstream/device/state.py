@@ -24,6 +24,7 @@ class SlotState:
     pending_SW: column 0 the bonus token, then the drafts for the next frame; draft_count_S of them are valid.
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none.
+    widest_frame: slots of the largest bucket, where that is more than max_slots.
     decode_B, chunk_slot_R, chunk_pos_R, last_row_B, last_slot_B: the plan's lists, written by the host.
     """
 
@@ -35,11 +36,12 @@ class SlotState:
         pages_per_slot: int,
         num_drafts: int,
         chunk_rows: int,
+        widest_frame: int = 0,
         device: torch.device,
         real: torch.dtype = torch.float32,
         draft_vocab: int | None = None,
     ) -> None:
-        s, widest = max_slots + 1, max(max_slots, 1)
+        s, widest = max_slots + 1, max(max_slots, widest_frame)
         self.device, self.real, self.num_drafts = device, real, num_drafts
         self.shapes: dict[str, tuple[int, ...]] = {
             "generation": (s,),
@@ -60,7 +62,7 @@ class SlotState:
             "pending": (s, num_drafts + 1),
             "table": (s, pages_per_slot),
             "history": (s, max_len + num_drafts + 2),
-            "decode": (2 * widest,),
+            "decode": (widest,),
             "chunk_slot": (chunk_rows,),
             "chunk_pos": (chunk_rows,),
             "last_row": (widest,),

@@ -59,7 +59,6 @@ class RecordRing:
     def __init__(self, *, slots: int, rows: int, columns: int, device: torch.device) -> None:
         self.host = staging(slots, rows * columns, device=device)
         self.host_np: Any = self.host.numpy()
-        self.columns = columns
         self.events = [torch.cuda.Event() for _ in range(slots)] if device.type == "cuda" else None
         self.at = 0
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.gemm import stream_head, stream_residual, stream_rope, stream_swiglu
-from slipstream.kernels.norm import norm_prepare
+from slipstream.kernels.norm import norm_prepare, rms_norm
 from slipstream.kernels.sample import argmax_finish
 from slipstream.kernels.tuning import MAX_STREAM_ROWS
 from slipstream.kernels.workspace import Workspace
@@ -27,10 +27,16 @@ from slipstream.models.rope import inverse_frequencies
 
 @dataclass(frozen=True, kw_only=True)
 class FusedOutput:
-    """logits_RV float32 (memory unwritten when they were not asked for), and each row's argmax int64 [R]."""
+    """logits_RV float32 (memory unwritten when they were not asked for), and each row's argmax int64 [R].
+
+    taps: the residual stream [R, H] before each tapped layer, in the order asked for. hidden_RH [R, H]: after the
+    final norm, where asked for.
+    """
 
     logits_RV: Tensor
     target_R: Tensor
+    taps: list[Tensor]
+    hidden_RH: Tensor | None
 
 
 class FusedDecoder:
@@ -63,10 +69,20 @@ class FusedDecoder:
         plain = [x for b in blocks for x in (b.o, b.gate_up, b.down)] + [model.head]
         return all(isinstance(x, Dense) for x in linears) and all(x.bias_N is None for x in plain)
 
-    def run(self, token_R: Tensor, slot_R: Tensor, pos_R: Tensor, table_SP: Tensor, *, logits: bool) -> FusedOutput:
+    def run(
+        self,
+        token_R: Tensor,
+        slot_R: Tensor,
+        pos_R: Tensor,
+        table_SP: Tensor,
+        *,
+        logits: bool,
+        taps: tuple[int, ...] = (),
+        hidden: bool = False,
+    ) -> FusedOutput:
         """One pass. Rows of slot 0 are padding: they write to the sink and their result means nothing.
 
-        logits=False: only the argmax is wanted.
+        logits=False: only the argmax is wanted. taps, hidden: as `Model.forward` gives them.
         """
         d, ws, pdl = self.decoder, self.workspace, self.pdl
         c, partial, counters = d.config, ws.partial, ws.counters
@@ -74,7 +90,10 @@ class FusedDecoder:
         blocks: list[Any] = list(d.blocks)
         h_RH = d.embed(token_R)
         x_RH, sq_TR = norm_prepare(h_RH, blocks[0].input_norm.weight, pdl)
-        for block, gain_H, (k_PSKD, v_PSKD) in zip(blocks, self.gains, self.kv.paged, strict=True):
+        tapped: dict[int, Tensor] = {}
+        for i, (block, gain_H, (k_PSKD, v_PSKD)) in enumerate(zip(blocks, self.gains, self.kv.paged, strict=True)):
+            if i in taps:
+                tapped[i] = h_RH
             q_gain = block.q_norm.weight if c.qk_norm else None
             k_gain = block.k_norm.weight if c.qk_norm else None
             q_RND = stream_rope(
@@ -93,6 +112,8 @@ class FusedDecoder:
             )
             a_RI = stream_swiglu(x_RH, block.gate_up.weight_NK, sq_TR, eps, partial, counters, pdl)
             h_RH, x_RH, sq_TR = stream_residual(a_RI, block.down.weight_NK, h_RH, gain_H, partial, counters, pdl)
+        hidden_RH = rms_norm(h_RH, d.norm.weight, eps, pdl) if hidden else None
         head: Any = d.head
         logits_RV, best_TR, where_TR = stream_head(x_RH, head.weight_NK, sq_TR, eps, partial, counters, logits, pdl)
-        return FusedOutput(logits_RV=logits_RV, target_R=argmax_finish(best_TR, where_TR, c.vocab_size, pdl))
+        target_R = argmax_finish(best_TR, where_TR, c.vocab_size, pdl)
+        return FusedOutput(logits_RV=logits_RV, target_R=target_R, taps=[tapped[i] for i in taps], hidden_RH=hidden_RH)

@@ -128,6 +128,7 @@ class Frame:
         state, device = self.state, self.state.device
         total = sum(s.length for s in spans)
         slot_R, pos_R = state.chunk_slot_R[:total], state.chunk_pos_R[:total]
+        row_B, last_B = state.last_row_B[:num_last], state.last_slot_B[:num_last]
         token_R = state.history_SL[slot_R, pos_R]
         cache_slot_R = cache_slots(state.table_SP, slot_R, pos_R, self.kv.page_size)
         attentions, at = [], 0
@@ -151,16 +152,12 @@ class Frame:
             packed = [(s.slot, s.start, s.length, f) for s, f in zip(spans, plan.prefill_first_page, strict=True)]
             self.drafter.prefill(
                 PrefillView(
-                    token_R=token_R,
-                    pos_R=pos_R,
-                    cache_slot_R=cache_slot_R,
-                    table_SP=state.table_SP,
-                    spans=packed,
+                    slot_R=slot_R, pos_R=pos_R, token_R=token_R, cache_slot_R=cache_slot_R, table_SP=state.table_SP,
+                    history_SL=state.history_SL, last_row_B=row_B, last_slot_B=last_B, spans=packed,
                 )
-            )
+            )  # fmt: skip
         if num_last == 0:
             return None
-        row_B, last_B = state.last_row_B[:num_last], state.last_slot_B[:num_last]
         logits_BV = self.model.logits(hidden_RH[row_B])
         one_B = torch.ones_like(last_B)
         index_B = torch.arange(last_B.shape[0], device=device)

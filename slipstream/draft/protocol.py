@@ -40,13 +40,24 @@ class DraftView:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillView:
-    """One prefill pass over packed prompt rows [R]; spans are (slot, start, length, first_page)."""
+    """One prefill pass over packed prompt rows [R], rows of one slot side by side and in order.
 
-    token_R: Tensor
+    slot_R, pos_R, token_R: slot, position and token of each row; rows of slot 0 are padding. cache_slot_R: flat
+    cache index of each row, by table_SP (padding: in the sink page). last_row_B, last_slot_B [B]: the rows that end a
+    prompt and their slots; row 0 and slot 0 where there is none. history_SL: slot state, read only.
+    spans: (slot, start, length, first_page) of the rows, a host fact that only the CPU has; empty on a GPU, where one
+    captured pass serves all chunks of a size.
+    """
+
+    slot_R: Tensor
     pos_R: Tensor
+    token_R: Tensor
     cache_slot_R: Tensor
     table_SP: Tensor
-    spans: Sequence[tuple[int, int, int, int]]
+    history_SL: Tensor
+    last_row_B: Tensor
+    last_slot_B: Tensor
+    spans: Sequence[tuple[int, int, int, int]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,50 @@
+"""The founding cases, each put back into the production function where it would stand in this engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from bench.clinic import engine_case
+from slipstream.draft.ngram import NgramDrafter
+from slipstream.draft.protocol import DraftSlots
+
+NGRAM = {"draft": "ngram", "num_drafts": 3, "synthetic_acceptance": 3.0}
+EAGER = {**NGRAM, "cuda_graphs": False}
+
+
+@contextlib.contextmanager
+def scalar_per_draft_step() -> Iterator[None]:
+    """Founding case 2: the draft step makes its step number a device tensor with torch.tensor(n, device=cuda)."""
+    production = NgramDrafter.draft_slots
+
+    def original_form(self: NgramDrafter, slots: DraftSlots) -> None:
+        for step in range(self.max_drafts):
+            torch.tensor(step, device=slots.slot_B.device)
+        production(self, slots)
+
+    patched: Any = original_form
+    NgramDrafter.draft_slots = patched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        NgramDrafter.draft_slots = production  # type: ignore[method-assign]
+
+
+engine_case(
+    "founding case 2: torch.tensor(n, device) per draft step",
+    rule="tensor-literal",
+    about="n-gram frame with 3 drafts, run eagerly before and after: only the scalars differ",
+    options=EAGER,
+)(scalar_per_draft_step)
+
+engine_case(
+    "founding case 2, beside the captured frame",
+    rule="tensor-literal",
+    about="the original form cannot be captured in a CUDA graph: the eager frame with it, and the frame as shipped",
+    options=EAGER,
+    after_options=NGRAM,
+)(scalar_per_draft_step)

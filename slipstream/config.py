@@ -20,6 +20,8 @@ class EngineConfig:
     max_slots: running requests (slot 0 is the sink, ids are 1..max_slots). num_pages: page ids 1..num_pages,
     page 0 is the sink. prefill_chunk: most prompt rows per launch while nobody decodes; prefill_chunk_busy:
     the same while somebody does. lookahead: positions beyond the verified rows that the drafter's own KV needs.
+    rereads: positions before the end of a prefix hit that are read again, for drafters that need what the target
+    computes there.
     row_tiers: rows per slot that a frame may have; empty means exact.
     """
 
@@ -30,6 +32,7 @@ class EngineConfig:
     run_ahead: int = 1
     num_drafts: int = 0
     lookahead: int = 0
+    rereads: int = 0
     prefill_chunk: int = 256
     prefill_chunk_busy: int = 32
     prefix_cache: bool = True
@@ -145,6 +148,7 @@ def resolve_engine(
     context: int,
     num_drafts: int,
     lookahead: int,
+    rereads: int = 0,
     kv_bytes_per_token: int,
     memory_bytes: int,
     on_cpu: bool,
@@ -182,6 +186,7 @@ def resolve_engine(
         run_ahead=user.run_ahead if user.run_ahead is not None else (1 if on_cpu else 2),
         num_drafts=num_drafts,
         lookahead=lookahead,
+        rereads=rereads,
         prefill_chunk=chunk,
         prefill_chunk_busy=min(chunk, 32 if on_cpu else 512),
         prefix_cache=user.prefix_cache,

@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.attention.paged import PagedAttention, PrefillAttention, RowGrid, cache_slots
 from slipstream.attention.protocol import AttentionContext
 from slipstream.device.state import SlotState
-from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView
+from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView, TargetRows
 from slipstream.kernels import frame as ops
 from slipstream.kernels.draft import offered
 from slipstream.memory.kv import KVPages
@@ -84,6 +84,8 @@ class Frame:
         self.kernels = workspace is not None
         self.clears_pages = not self.kernels  # the kernels never look at masked columns
         self.in_place = drafter if self.kernels and isinstance(drafter, InPlaceDrafter) else None
+        self.taps = drafter.taps if drafter is not None else ()
+        self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.heads_per_kv = model.config.num_heads // model.config.num_kv_heads
 
     def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:
@@ -92,19 +94,23 @@ class Frame:
         The record [B, RECORD_COLUMNS + W], int64: see kernels/frame.py.
         """
         rows = pack_rows(self.state, slot_B, rows=plan.rows, width=plan.width, kernels=self.kernels)
-        logits_RV, target_R = self._target(plan, rows, slot_B)
+        logits_RV, target_R, target = self._target(plan, rows, slot_B)
         return self._finish(
-            plan, slot_B, logits_RV, target_R, rows.owner_R, rows.pos_R, rows.row_of_BW, rows.rows_B,
-            fresh=False, len_ub=plan.len_ub, first_page=plan.first_page,
-        )  # fmt: skip
+            plan, target, logits_RV, target_R, fresh=False, len_ub=plan.len_ub, first_page=plan.first_page
+        )
 
-    def _target(self, plan: FramePlan, rows: Rows, slot_B: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits [R, V] of the rows; their argmax too where the pass yields it, and then, in a greedy frame, alone."""
+    def _target(self, plan: FramePlan, rows: Rows, slot_B: Tensor) -> tuple[Tensor, Tensor | None, TargetRows]:
+        """Logits [R, V] of the rows, and what the drafter asked for.
+
+        Their argmax [R] too where the pass yields it, and then, in a greedy frame, alone.
+        """
         table_SP = self.state.table_SP
         if self.fused is not None and plan.rows <= self.fused.max_rows:
             wanted = plan.sampled or plan.min_tokens
-            out = self.fused.run(rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted)
-            return out.logits_RV, None if wanted else out.target_R
+            out = self.fused.run(
+                rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted, taps=self.taps, hidden=self.reads_hidden
+            )
+            return out.logits_RV, None if wanted else out.target_R, self._rows(rows, slot_B, out.taps, out.hidden_RH)
         cache_slot_R = cache_slots(table_SP, rows.slot_R, rows.pos_R, self.kv.page_size)
         attention: AttentionContext
         if self.workspace is not None:
@@ -120,8 +126,15 @@ class Frame:
                 heads_per_kv=self.heads_per_kv, mask_dtype=self.kv.data.dtype, first_page=plan.first_page,
                 reach=plan.reach,
             )  # fmt: skip
-        hidden_RH, _ = self.model.forward(rows.token_R, rows.pos_R, attention)
-        return self.model.logits(hidden_RH), None
+        hidden_RH, taps = self.model.forward(rows.token_R, rows.pos_R, attention, self.taps)
+        return self.model.logits(hidden_RH), None, self._rows(rows, slot_B, taps, hidden_RH)
+
+    def _rows(self, rows: Rows, slot_B: Tensor, taps: Sequence[Tensor], hidden_RH: Tensor | None) -> TargetRows:
+        return TargetRows(
+            slot_R=rows.slot_R, pos_R=rows.pos_R, token_R=rows.token_R, owner_R=rows.owner_R, slot_B=slot_B,
+            rows_B=rows.rows_B, row_of_BW=rows.row_of_BW, taps=tuple(taps),
+            hidden_RH=hidden_RH if self.reads_hidden else None,
+        )  # fmt: skip
 
     def prefill(self, plan: FramePlan, spans: Sequence[PrefillSpan], num_last: int) -> Tensor | None:
         """Run prompt rows; the num_last spans with `last` sample their first token and start to decode."""
@@ -147,22 +160,28 @@ class Frame:
             )
             attentions.append((span.length, attention))
             at = end
-        hidden_RH, _ = self.model.forward(token_R, pos_R, PrefillAttention(attentions))
+        hidden_RH, taps = self.model.forward(token_R, pos_R, PrefillAttention(attentions), self.taps)
         if self.drafter is not None:
             packed = [(s.slot, s.start, s.length, f) for s, f in zip(spans, plan.prefill_first_page, strict=True)]
             self.drafter.prefill(
                 PrefillView(
                     slot_R=slot_R, pos_R=pos_R, token_R=token_R, cache_slot_R=cache_slot_R, table_SP=state.table_SP,
-                    history_SL=state.history_SL, last_row_B=row_B, last_slot_B=last_B, spans=packed,
+                    history_SL=state.history_SL, last_row_B=row_B, last_slot_B=last_B, spans=packed, taps=tuple(taps),
+                    hidden_RH=hidden_RH if self.reads_hidden else None,
                 )
             )  # fmt: skip
         if num_last == 0:
             return None
-        logits_BV = self.model.logits(hidden_RH[row_B])
-        one_B = torch.ones_like(last_B)
+        hidden_BH = hidden_RH[row_B]
+        logits_BV = self.model.logits(hidden_BH)
         index_B = torch.arange(last_B.shape[0], device=device)
+        last = TargetRows(
+            slot_R=last_B, pos_R=pos_R[row_B], token_R=token_R[row_B], owner_R=index_B, slot_B=last_B,
+            rows_B=torch.ones_like(last_B), row_of_BW=index_B[:, None], taps=tuple(tap_RH[row_B] for tap_RH in taps),
+            hidden_RH=hidden_BH if self.reads_hidden else None,
+        )  # fmt: skip
         return self._finish(
-            plan, last_B, logits_BV, None, index_B, pos_R[row_B], index_B[:, None], one_B,
+            plan, last, logits_BV, None,
             fresh=True,
             len_ub=max(s.start + s.length for s in spans if s.last) + 1,
             first_page=tuple(f for s, f in zip(spans, plan.prefill_first_page, strict=True) if s.last),
@@ -171,24 +190,20 @@ class Frame:
     def _finish(
         self,
         plan: FramePlan,
-        slot_B: Tensor,
+        rows: TargetRows,
         logits_RV: Tensor,
         target_R: Tensor | None,
-        owner_R: Tensor,
-        pos_R: Tensor,
-        row_of_BW: Tensor,
-        rows_B: Tensor,
         *,
         fresh: bool,
         len_ub: int,
         first_page: Sequence[int],
     ) -> Tensor:
         """Process, verify, finish test, commit, draft, record: one path for decode, prefill and plain decoding."""
-        state = self.state
+        state, slot_B, row_of_BW, rows_B = self.state, rows.slot_B, rows.row_of_BW, rows.rows_B
         params = None
         if plan.sampled or plan.min_tokens:
             params = state.params(slot_B)
-            logits_RV = self._process(plan, params.take(owner_R), logits_RV, slot_B[owner_R], pos_R)
+            logits_RV = self._process(plan, params.take(rows.owner_R), logits_RV, slot_B[rows.owner_R], rows.pos_R)
             target_R = None
         fields = (
             state.generation_S, state.active_S, state.committed_S, state.max_len_S, state.stop_ids_ST,
@@ -226,8 +241,9 @@ class Frame:
             view = DraftView(
                 slot_B=torch.where(live_B, slot_B, 0),
                 committed_B=torch.where(live_B, state.committed_S[slot_B], 0),
-                drafted_B=record_BC[:, 3], accepted_B=record_BC[:, 2], fresh_B=torch.full_like(live_B, fresh),
-                history_SL=state.history_SL, table_SP=state.table_SP,
+                drafted_B=record_BC[:, 3], accepted_B=record_BC[:, 2], emitted_B=record_BC[:, 1],
+                fresh_B=torch.full_like(live_B, fresh), rows=rows,
+                history_SL=state.history_SL, committed_S=state.committed_S, table_SP=state.table_SP,
                 params=state.params(slot_B) if params is None else params,
                 len_ub=min(len_ub + 1, state.history_SL.shape[1]), first_page=first_page,
                 sampled=plan.sampled, filtered=plan.filtered, rejection=plan.rejection, coupled=plan.coupled,

@@ -28,6 +28,7 @@ class NgramDrafter:
     """
 
     taps: tuple[int, ...] = ()
+    reads_hidden, rereads, lookahead = False, 0, False
     draft_vocab: int | None = None
 
     def __init__(

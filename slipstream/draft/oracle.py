@@ -18,6 +18,7 @@ class OracleDrafter:
     """
 
     taps: tuple[int, ...] = ()
+    reads_hidden, rereads, lookahead = False, 0, False
     draft_vocab: int | None = None
 
     def __init__(

@@ -13,21 +13,48 @@ from slipstream.types import Admit
 
 
 @dataclass(frozen=True, kw_only=True)
+class TargetRows:
+    """What the target computed: R flat rows of B slots, grid cells [B, W] (kernels/frame.py packs them).
+
+    slot_R (0: padding), pos_R, token_R: where a row stood and what it read. owner_R: its slot as an index into B;
+    rows_B: rows of each slot, 0 where it was not active; row_of_BW: the row at each depth. slot_B: slot ids as the
+    frame has them, ended ones too.
+    taps: the residual stream [R, H] before each layer that the drafter named; hidden_RH: after the final norm, if it
+    asked. A row stays in the sequence when its position is below the slot's committed length; the token that the
+    target saw it lead to stands one further on in history.
+    """
+
+    slot_R: Tensor
+    pos_R: Tensor
+    token_R: Tensor
+    owner_R: Tensor
+    slot_B: Tensor
+    rows_B: Tensor
+    row_of_BW: Tensor
+    taps: tuple[Tensor, ...] = ()
+    hidden_RH: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class DraftView:
     """The end of a frame, B slots: everything is already committed.
 
     slot_B: slot ids, 0 where the slot is not live. committed_B: committed length c (the bonus token stands at
-    position c of history). drafted_B, accepted_B: this round's verified and accepted drafts. fresh_B: the slot
-    has just left prefill. history_SL [S, L], table_SP: slot state, read only. len_ub: host bound on c + 1.
-    sampled, filtered, rejection, coupled: as in FramePlan.
+    position c of history). drafted_B, accepted_B, emitted_B: this round's verified and accepted drafts, and tokens
+    that were kept. fresh_B: the slot has just left prefill. rows: the rows that the target verified; of a slot that
+    has just left prefill its last prompt row. history_SL [S, L], committed_S, table_SP: slot state, read only.
+    len_ub: host bound on c + 1. sampled, filtered, rejection, coupled: as in FramePlan.
     """
 
     slot_B: Tensor
     committed_B: Tensor
     drafted_B: Tensor
     accepted_B: Tensor
+    emitted_B: Tensor
     fresh_B: Tensor
+    rows: TargetRows
     history_SL: Tensor
+    committed_S: Tensor
     table_SP: Tensor
     params: SlotParams
     len_ub: int
@@ -44,9 +71,13 @@ class PrefillView:
 
     slot_R, pos_R, token_R: slot, position and token of each row; rows of slot 0 are padding. cache_slot_R: flat
     cache index of each row, by table_SP (padding: in the sink page). last_row_B, last_slot_B [B]: the rows that end a
-    prompt and their slots; row 0 and slot 0 where there is none. history_SL: slot state, read only.
+    prompt and their slots; row 0 and slot 0 where there is none. history_SL: slot state, read only. taps, hidden_RH:
+    as in TargetRows.
     spans: (slot, start, length, first_page) of the rows, a host fact that only the CPU has; empty on a GPU, where one
     captured pass serves all chunks of a size.
+
+    The token after a prompt's last row is not sampled yet; what pairs with it comes again in the slot's first
+    `DraftView.rows`.
     """
 
     slot_R: Tensor
@@ -58,6 +89,8 @@ class PrefillView:
     last_row_B: Tensor
     last_slot_B: Tensor
     spans: Sequence[tuple[int, int, int, int]] = ()
+    taps: tuple[Tensor, ...] = ()
+    hidden_RH: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +115,16 @@ class Drafts:
 class Drafter(Protocol):
     """Proposes up to `max_drafts` tokens per slot at the end of each frame. Never reads a tensor's value.
 
-    taps: target layers whose hidden states it reads. draft_vocab: width of dense q, None when drafts are certain.
-    lookahead: KV rows it writes beyond the committed length + 1.
+    taps: target layers whose inputs it reads (Hugging Face's hidden_states[i], below the number of layers).
+    reads_hidden: it reads the target's hidden states after the final norm. rereads: positions before the end of a
+    prefix hit that the target has to compute again for it, 0 or 1. lookahead: it writes KV rows of its own beyond
+    the verified rows. draft_vocab: width of dense q, None when drafts are certain.
     """
 
     taps: tuple[int, ...]
+    reads_hidden: bool
+    rereads: int
+    lookahead: bool
     max_drafts: int
     draft_vocab: int | None
 

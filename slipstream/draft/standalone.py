@@ -25,6 +25,7 @@ class StandaloneDrafter:
     the others sample from its processed law q, which the verifier gets."""
 
     taps: tuple[int, ...] = ()
+    reads_hidden, rereads, lookahead = False, 0, True
 
     def __init__(self, model: Any, *, kv: KVPages, max_drafts: int, real: torch.dtype = torch.float32) -> None:
         self.model = model

@@ -62,7 +62,10 @@ class Ledger:
         if pages_for_extension([start], [later], page_size) > self.room - (reserve or 0):
             self.radix.unlock(node)
             return False
-        seq.restart(slot=heapq.heappop(self.free_slots), generation=generation, start=start, node=node)
+        seq.restart(
+            slot=heapq.heappop(self.free_slots), generation=generation, start=start, node=node,
+            rereads=self.config.rereads,
+        )  # fmt: skip
         seq.shared = set(shared)
         self.pool.open(seq.slot, shared, seq.request.max_len + seq.most_rows)
         self._extend([seq.slot], [start], [new])

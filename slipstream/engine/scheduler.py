@@ -190,7 +190,7 @@ class Scheduler:
                 generation=s.generation,
                 request=s.request,
                 tokens=s.tokens,
-                start=s.planned,
+                start=s.cached,
                 pages=pages,
             )
         )

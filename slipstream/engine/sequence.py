@@ -26,11 +26,11 @@ class Sequence:
     """One request child.
 
     outputs: tokens collected, over all its generations. acked: how many of them count as returned.
-    The rest is valid while it owns a slot: tokens (known at admission), planned (prefill rows planned so
-    far), prefilled (the record of the last chunk is collected, so `length` is a fact), length (committed
-    length by collected records; before that len(tokens)), queued (launch, most tokens) of decode frames
-    not collected, last_launch (the last launch that names the slot), node (deepest locked radix node),
-    shared (pages of its table that the radix tree owns).
+    The rest is valid while it owns a slot: tokens (known at admission), cached (tokens of a prefix hit),
+    planned (prefill rows planned so far), prefilled (the record of the last chunk is collected, so `length`
+    is a fact), length (committed length by collected records; before that len(tokens)), queued (launch, most
+    tokens) of decode frames not collected, last_launch (the last launch that names the slot), node (deepest
+    locked radix node), shared (pages of its table that the radix tree owns).
     """
 
     request: Request
@@ -44,6 +44,7 @@ class Sequence:
     slot: int = 0
     generation: int = 0
     tokens: tuple[int, ...] = ()
+    cached: int = 0
     planned: int = 0
     prefilled: bool = False
     length: int = 0
@@ -105,11 +106,12 @@ class Sequence:
         """
         return min(self.length + self.most_rows, self.request.max_len) + self.most_rows
 
-    def restart(self, *, slot: int, generation: int, start: int, node: Node) -> None:
-        """It owns `slot` now; KV of the first `start` tokens is there."""
+    def restart(self, *, slot: int, generation: int, start: int, node: Node, rereads: int = 0) -> None:
+        """It owns `slot` now; KV of the first `start` tokens is there, the last `rereads` of them are read again."""
         self.state = State.RUNNING
         self.slot, self.generation = slot, generation
-        self.planned, self.prefilled, self.length = start, False, len(self.tokens)
+        self.cached, self.planned = start, max(0, start - rereads)
+        self.prefilled, self.length = False, len(self.tokens)
         self.queued.clear()
         self.next_drafts = None
         self.node = node

@@ -61,6 +61,7 @@ def draw_scenario(pick: Pick, run_ahead: int, page_size: int) -> Scenario:
         prefill_chunk_busy=pick(1, 8),
         prefix_cache=pick(0, 3) > 0,
         slot_buckets=((1, 2, 4), (2, 4), ())[pick(0, 2)],
+        rereads=(context + 1) % 2,
         row_tiers=((1, 2, 4, 8), ())[pick(0, 1)],
     )
     vocab = pick(2, 16)
@@ -102,6 +103,7 @@ def run_scenario(s: Scenario) -> tuple[EngineCore, FakeDevice]:
         num_drafts=s.config.num_drafts,
         page_size=s.config.page_size,
         run_ahead=s.config.run_ahead,
+        rereads=s.config.rereads,
         vocab=s.vocab,
         drafts=lambda key, position: _script(s.script, key, position),
     )

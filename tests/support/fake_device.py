@@ -53,6 +53,7 @@ class _Slot:
     tokens: list[int]
     table: list[int]
     shared: int
+    reread_from: int
     filled: int
     committed: int = 0
     live: bool = True
@@ -76,6 +77,7 @@ class FakeDevice:
     run_ahead: int
     vocab: int
     drafts: Callable[[int, int], tuple[int, int]]
+    rereads: int = 0
     slots: dict[int, _Slot] = field(default_factory=dict)
     kv: dict[int, dict[int, int]] = field(default_factory=dict)
     queue: deque[tuple[FrameResult, set[tuple[int, int, int]]]] = field(default_factory=deque)
@@ -103,7 +105,8 @@ class FakeDevice:
                 tokens=list(a.tokens),
                 table=list(a.pages),
                 shared=a.start // self.page_size,
-                filled=a.start,
+                reread_from=max(0, a.start - self.rereads),
+                filled=max(0, a.start - self.rereads),
             )
         for p in plan.pages:
             slot = self.slots[p.slot]
@@ -165,9 +168,12 @@ class FakeDevice:
 
     def _write(self, slot: _Slot, position: int, value: int) -> None:
         index = position // self.page_size
-        assert index >= slot.shared, "a page of the prefix cache was written"
         assert index < len(slot.table), f"position {position} has no page"
-        self.kv.setdefault(slot.table[index], {})[position % self.page_size] = value
+        cells = self.kv.setdefault(slot.table[index], {})
+        # What is read again for a drafter may write what is there; nothing else may touch a page of the prefix cache.
+        same = position >= slot.reread_from and cells.get(position % self.page_size) == value
+        assert index >= slot.shared or same, "a page of the prefix cache was changed"
+        cells[position % self.page_size] = value
 
     def _decode(self, plan: FramePlan) -> list[Record]:
         spare, records = plan.rows - len(plan.decode), list[Record]()

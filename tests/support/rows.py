@@ -28,14 +28,14 @@ def recorded_rows(llm: LLM) -> Iterator[dict[Tokens, Tensor]]:
 
     def record(*args: Any, **more: Any) -> Any:
         given = names.bind(*args, **more).arguments
-        state, logits_RV, row_of_BW = frame.state, given["logits_RV"], given["row_of_BW"]
-        for b, slot in enumerate(given["slot_B"].tolist()):
+        state, logits_RV, rows_in = frame.state, given["logits_RV"], given["rows"]
+        for b, slot in enumerate(rows_in.slot_B.tolist()):
             base = int(state.committed_S[slot])
             known = state.history_SL[slot, : base + 1].tolist()
             drafts = state.pending_SW[slot, 1:].tolist()
-            for depth in range(int(given["rows_B"][b])):
-                row = int(row_of_BW[b, depth])
-                assert int(given["pos_R"][row]) == base + depth
+            for depth in range(int(rows_in.rows_B[b])):
+                row = int(rows_in.row_of_BW[b, depth])
+                assert int(rows_in.pos_R[row]) == base + depth
                 rows[(*known, *drafts[:depth])] = logits_RV[row].clone()
         return finish(*args, **more)
 

@@ -13,6 +13,7 @@ from slipstream.kernels import frame as ops
 from slipstream.sampling.slot_params import SlotParams
 from slipstream.types import FinishCode
 from slipstream.verify import OneHot, VerifyRows, verify
+from tests.support.draft_views import no_rows
 from tests.support.frame_kernel_cases import draft_memory, random_state, same_state, slot_list
 
 SLOTS, DRAFTS = 40, 3
@@ -68,7 +69,8 @@ def test_ngram_draft_is_extend_propose_and_the_limits(gate: bool) -> None:
     zero, real = torch.zeros_like(slot), torch.zeros(slot.shape[0])
     view = DraftView(
         slot_B=torch.where(live, slot, 0), committed_B=torch.where(live, want.committed[slot], 0),
-        drafted_B=record[:, 3].clone(), accepted_B=record[:, 2].clone(), fresh_B=zero > 0, history_SL=want.history,
+        drafted_B=record[:, 3].clone(), accepted_B=record[:, 2].clone(), emitted_B=record[:, 1].clone(),
+        fresh_B=zero > 0, rows=no_rows(zero), history_SL=want.history, committed_S=want.committed,
         table_SP=zero[:, None], len_ub=want.history.shape[1], first_page=(), sampled=False, filtered=False,
         params=SlotParams(mode=zero, key=zero, child=zero, temperature=real, top_k=zero, top_p=real, min_p=real),
         rejection=False, coupled=False,

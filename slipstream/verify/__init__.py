@@ -2,5 +2,17 @@
 
 from slipstream.verify.core import verify
 from slipstream.verify.rows import DenseQ, OneHot, Verdict, VerifyRows
+from slipstream.verify.tree import Siblings, TreeQ, TreeRows, TreeVerdict, verify_tree
 
-__all__ = ["DenseQ", "OneHot", "Verdict", "VerifyRows", "verify"]
+__all__ = [
+    "DenseQ",
+    "OneHot",
+    "Siblings",
+    "TreeQ",
+    "TreeRows",
+    "TreeVerdict",
+    "Verdict",
+    "VerifyRows",
+    "verify",
+    "verify_tree",
+]

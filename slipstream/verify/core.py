@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from slipstream.types import VerifyMode
+from slipstream.verify import block as block_rule
 from slipstream.verify import coupled as coupled_rule
 from slipstream.verify import greedy
 from slipstream.verify import rejection as rejection_rule
 from slipstream.verify.rejection import Pick
-from slipstream.verify.rows import Verdict, VerifyRows
+from slipstream.verify.rows import DenseQ, Verdict, VerifyRows
 from slipstream.verify.synthetic import synthetic_accepted
 
 
@@ -25,6 +26,7 @@ def verify(
     u_BK: Tensor | None = None,
     pick: Pick | None = None,
     target_R: Tensor | None = None,
+    block: bool = False,
 ) -> Verdict:
     """Judge the drafts of a round and choose each slot's own token. W = 1 is plain sampling.
 
@@ -34,6 +36,7 @@ def verify(
     u_BK (float64 [B, W - 1]), pick: replace the coins and the closing draw of rejection slots, for
     enumeration tests.
 
+    block: rejection slots with a dense q use block verification instead of the chain rule.
     target_R: the rows' argmax, int64 [R], where the caller has it; without sampled rows the logits are then not read.
 
     A slot's verdict depends on its own rows only, bit for bit.
@@ -50,10 +53,16 @@ def verify(
         coupled_BW = coupled_rule.target_tokens(p_RV, rows)[rows.row_of_BW]
         target_BW = torch.where((rows.mode_B == VerifyMode.COUPLED).unsqueeze(1), coupled_BW, target_BW)
 
-    accepted_B = _accepted(p_RV, rows, target_BW, is_rejection_B, sampled and rejection, u_BK, synthetic)
+    tests = None
+    if block and sampled and rejection and isinstance(rows.q, DenseQ) and target_BW.shape[1] > 1:
+        tests = block_rule.block_tests(p_RV, rows)
+    accepted_B = _accepted(p_RV, rows, target_BW, is_rejection_B, sampled and rejection, u_BK, synthetic, tests)
     last_B = target_BW.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
     if sampled and rejection:
-        weights_BV = rejection_rule.closing_weights(p_RV, rows, accepted_B)
+        if tests is not None:
+            weights_BV = block_rule.closing_weights(p_RV, rows, tests, accepted_B)
+        else:
+            weights_BV = rejection_rule.closing_weights(p_RV, rows, accepted_B)
         drawn_B = (pick or rejection_rule.race_pick(rows))(weights_BV, accepted_B)
         last_B = torch.where(is_rejection_B, drawn_B, last_B)
 
@@ -73,6 +82,7 @@ def _accepted(
     rejection: bool,
     u_BK: Tensor | None,
     synthetic: float | None,
+    tests: block_rule.BlockTests | None,
 ) -> Tensor:
     """Accepted drafts, int64 [B]; 0 for inactive slots."""
     if synthetic is not None:
@@ -81,8 +91,13 @@ def _accepted(
     if drafts == 0:
         return torch.zeros_like(rows.rows_B)
     ok_BK = greedy.matches(target_BW, rows.draft_BK)
+    coins_BK = None
     if rejection:
         coins_BK = rejection_rule.coins(rows) if u_BK is None else u_BK
+    if coins_BK is not None and tests is None:
         ok_BK = torch.where(is_rejection_B.unsqueeze(1), rejection_rule.accepts(p_RV, rows, coins_BK), ok_BK)
     verified_BK = torch.arange(drafts, device=ok_BK.device) < (rows.rows_B - 1).unsqueeze(1)
-    return rejection_rule.accepted_prefix(ok_BK & verified_BK)
+    accepted_B = rejection_rule.accepted_prefix(ok_BK & verified_BK)
+    if coins_BK is None or tests is None:
+        return accepted_B
+    return torch.where(is_rejection_B, block_rule.block_accepted(tests, coins_BK), accepted_B)

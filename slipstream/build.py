@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,11 @@ class Built:
     notes: list[str]
 
 
-def build(config: LLMConfig) -> Built:
-    """Load and wire everything. Raises ConfigError and ModelLoadError before anything runs."""
+def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None) -> Built:
+    """Load and wire everything. Raises ConfigError and ModelLoadError before anything runs.
+
+    progress: called with (graphs captured, graphs in all) while a GPU's frames are captured.
+    """
     device = _device(config.device)
     if device.type == "cpu":
         keep_large_temporaries()
@@ -64,7 +68,7 @@ def build(config: LLMConfig) -> Built:
     engine = resolve_engine(
         config, context=context, num_drafts=num_drafts, lookahead=num_drafts if draft_loaded else 0,
         kv_bytes_per_token=token_bytes,
-        memory_bytes=_kv_budget(device), on_cpu=device.type == "cpu",
+        memory_bytes=_kv_budget(config, device), on_cpu=device.type == "cpu",
     )  # fmt: skip
     real = torch.float64 if model.dtype == torch.float64 else torch.float32
     kv = _pages(model, engine, device)
@@ -80,21 +84,24 @@ def build(config: LLMConfig) -> Built:
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance, fused=fused,
         workspace=workspace,
     )  # fmt: skip
-    graphs = _graphs(config, frame, engine, device)
+    graphs = _graphs(config, frame, engine, device, progress)
+    report = graphs.report if graphs is not None else None
     resolved = {
         "model": config.model or "default",
         "architecture": model.config.architecture,
         "device": str(device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "draft": type(drafter).__name__ if drafter else "none",
+        "weights": loaded.weights,
         "kv_bytes": kv.nbytes,
+        "capture": None if report is None else asdict(report),
         **{f: getattr(engine, f) for f in engine.__dataclass_fields__},
     }
     return Built(
         model=model, tokenizer=tokenizer, generation_config=loaded.generation_config,
         eos_ids=_eos_ids(loaded, tokenizer), engine_config=engine,
         device=Device(frame, run_ahead=engine.run_ahead, graphs=graphs),
-        resolved=resolved, notes=list(loaded.notes),
+        resolved=resolved, notes=[*loaded.notes, *_capture_note(report)],
     )  # fmt: skip
 
 
@@ -109,7 +116,7 @@ def _device(name: str) -> torch.device:
 def _load(config: LLMConfig, source: str | None, device: torch.device) -> LoadedModel:
     return load_model(
         source, dtype=config.dtype, device=str(device), load_format=config.load_format,
-        revision=config.revision, seed=config.seed,
+        revision=config.revision, seed=config.seed, memory_bytes=_memory(config, device),
     )  # fmt: skip
 
 
@@ -141,10 +148,20 @@ def _check_draft(config: LLMConfig, target: LoadedModel, draft: LoadedModel, tok
         raise ConfigError(f"draft={config.draft!r} has another vocabulary than the model: some tokens have other ids")
 
 
-def _kv_budget(device: torch.device) -> int:
-    """Bytes for pages when the user names no number: what is free on a GPU, a quarter of RAM on a CPU."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
+def _memory(config: LLMConfig, device: torch.device) -> int | None:
+    """Bytes that may still be taken on a GPU: what is free, or what is left of gpu_memory_mib. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    if config.gpu_memory_mib is not None:
+        free = min(free, int(config.gpu_memory_mib * 2**20) - torch.cuda.memory_allocated(device))
+    return max(0, free)
+
+
+def _kv_budget(config: LLMConfig, device: torch.device) -> int:
+    """Bytes for pages when the user names no number: most of what is free on a GPU, a quarter of RAM on a CPU."""
+    free = _memory(config, device)
+    if free is not None:
         return int(free * 0.85)
     try:
         import os
@@ -173,8 +190,14 @@ def _kernels(model: Any, kv: KVPages, device: torch.device) -> tuple[Any, Any]:
     return (FusedDecoder(model, kv, workspace, pdl=True) if FusedDecoder.fits(model) else None), workspace
 
 
-def _graphs(config: LLMConfig, frame: Frame, engine: EngineConfig, device: torch.device) -> Any:
-    """On a GPU: every decode frame captured, unless cuda_graphs is off."""
+def _graphs(
+    config: LLMConfig,
+    frame: Frame,
+    engine: EngineConfig,
+    device: torch.device,
+    progress: Callable[[int, int], None] | None,
+) -> Any:
+    """On a GPU: every decode frame captured, unless cuda_graphs is off. ConfigError when the budget is exceeded."""
     if device.type != "cuda" or not config.cuda_graphs:
         return None
     from slipstream.device.graphs import FrameGraphs
@@ -182,8 +205,16 @@ def _graphs(config: LLMConfig, frame: Frame, engine: EngineConfig, device: torch
     graphs = FrameGraphs(
         frame, buckets=engine.slot_buckets, tiers=engine.row_tiers, len_ub=engine.max_model_len + engine.num_drafts + 1
     )
-    graphs.report = graphs.capture()
+    given = {"budget_seconds": config.capture_seconds, "budget_mib": config.capture_mib}
+    budget = {name: float(value) for name, value in given.items() if value is not None}
+    graphs.report = graphs.capture(**budget, progress=progress)
     return graphs
+
+
+def _capture_note(report: Any) -> list[str]:
+    if report is None:
+        return []
+    return [f"captured {report.graphs} frame graphs in {report.seconds:.1f} s, {report.mib:.0f} MiB"]
 
 
 def _drafter(

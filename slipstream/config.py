@@ -85,7 +85,8 @@ class LLMConfig:
 
     draft may also be a Drafter factory (tests and benchmarks): called with slots, max_drafts, max_len, device.
     draft_options go to the drafter (n-gram: min_n, max_n, gate). synthetic_acceptance: mean tokens per round,
-    overrides only the accept decision.
+    overrides only the accept decision. capture_seconds, capture_mib: what capturing the frames at start-up may take.
+    gpu_memory_mib: most that weights and pages may take on a GPU, even where more is free.
     """
 
     model: str | None = None
@@ -109,6 +110,9 @@ class LLMConfig:
     slot_buckets: tuple[int, ...] = ()
     row_tiers: tuple[int, ...] = ()
     cuda_graphs: bool = True
+    capture_seconds: float | None = None
+    capture_mib: float | None = None
+    gpu_memory_mib: float | None = None
     synthetic_acceptance: float | None = None
 
     @classmethod
@@ -130,6 +134,10 @@ class LLMConfig:
             _between("num_drafts", self.num_drafts, 0, MAX_DRAFTS)
         if self.threads is not None:
             _between("threads", self.threads, 1, 1024)
+        for name in ("capture_seconds", "capture_mib", "gpu_memory_mib"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not 0 < value < float("inf")):
+                raise ConfigError(f"{name}={value!r} must be a number above 0")
         if self.draft is None and self.num_drafts:
             raise ConfigError(f'num_drafts={self.num_drafts} needs a draft; give draft="ngram" or a draft model')
         if self.synthetic_acceptance is not None:
@@ -170,7 +178,14 @@ def resolve_engine(
         num_pages = user.num_pages
     else:
         wanted = min(max_slots * one, max(one, 32768 // page_size))
-        num_pages = max(one, min(wanted, memory_bytes // (kv_bytes_per_token * page_size)))
+        fitting = memory_bytes // (kv_bytes_per_token * page_size)
+        if fitting < one and not on_cpu:
+            raise ConfigError(
+                f"the GPU memory left for KV pages, {max(0, memory_bytes) / 2**20:.1f} MiB, holds {max(0, fitting)} "
+                f"pages of {page_size} tokens ({kv_bytes_per_token * page_size / 2**20:.3f} MiB each); one sequence of "
+                f"max_model_len={max_model_len} needs {one}: lower max_model_len, or give more memory"
+            )
+        num_pages = max(one, min(wanted, fitting))
     buckets = tuple(user.slot_buckets)
     tiers = tuple(sorted({min(t, num_drafts + 1) for t in user.row_tiers}))
     if not on_cpu:  # captured frames need fixed shapes

@@ -51,7 +51,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = LLMConfig.from_options(model=model, **options)
-        built: Built = build(self.config)
+        built: Built = build(self.config, _capture_bar if sys.stderr.isatty() else None)
         self.tokenizer: Tokenizer = built.tokenizer
         self.model_config = built.model.config
         self.generation_config: dict[str, Any] = dict(built.generation_config)
@@ -156,8 +156,13 @@ class LLM:
         return SamplingParams(**{k: v for k, v in known.items() if v is not None})
 
     def stats(self) -> dict[str, Any]:
-        """Engine counters, and the seconds spent inside the device's frames."""
-        return {**self._engine.metrics.snapshot(), "device_seconds": self._built.device.device_seconds}
+        """Engine counters, the seconds spent inside the device's frames, and what capturing them at start-up took
+        ({"graphs", "seconds", "mib"}; None where nothing is captured)."""
+        return {
+            **self._engine.metrics.snapshot(),
+            "device_seconds": self._built.device.device_seconds,
+            "capture": self.resolved["capture"],
+        }
 
     def check_idle(self) -> None:
         """Assert that no request holds anything: free + cached = total in every pool."""
@@ -328,6 +333,14 @@ def _as_params(params: Any, count: int, default: Any) -> list[SamplingParams]:
     if len(each) != count:
         raise InvalidRequestError(f"{len(each)} sampling parameters for {count} prompts; give one, or one per prompt")
     return each
+
+
+def _capture_bar(done: int, total: int) -> None:
+    """A one-line bar on stderr while frames are captured at start-up."""
+    filled = 30 * done // total
+    sys.stderr.write(f"\r[{'#' * filled + '.' * (30 - filled)}] {done}/{total} frame graphs captured")
+    sys.stderr.write("\n" if done == total else "")
+    sys.stderr.flush()
 
 
 class _Progress:

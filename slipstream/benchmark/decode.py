@@ -44,6 +44,15 @@ _COLUMNS = (
 )
 
 
+_GPU_COLUMNS = (
+    "device_idle_share",
+    "syncs_per_frame",
+    "graph_launches_per_frame",
+    "kernel_launches_per_frame",
+    "peak_memory_mib",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `slipstream bench decode`."""
     add = parser.add_argument
@@ -59,13 +68,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--batch", default="1,8,32", metavar="N,N,...", help="batch sizes (default 1,8,32)")
     add("--prompt-len", type=int, default=128, metavar="N", help="prompt tokens per sequence (default 128)")
-    add("--output-len", type=int, default=64, metavar="N", help="measured tokens per sequence (default 64)")
+    add("--output-len", type=int, metavar="N", help="measured tokens per sequence (default 64, 512 on a GPU)")
     add("--repeats", type=int, default=3, metavar="N", help="pairs of runs; the median counts (default 3)")
     add("--dtype", choices=("auto", "float32", "float64", "bfloat16"))
     add("--device", choices=("auto", "cpu", "cuda"))
     add("--threads", type=int, metavar="N", help="CPU threads")
     add("--run-ahead", type=int, metavar="N", help="frames queued before the first result is read")
     add("--seed", type=int, default=0, metavar="S", help="of the random prompts and of dummy weights")
+    add("--no-trace", action="store_true", help="on a GPU: leave out what the auditor sees per frame")
     add("--json", action="store_true", help="print JSON, one line per batch size")
 
 
@@ -219,6 +229,8 @@ def run(args: argparse.Namespace) -> int:
     Raises SlipstreamError subclasses for options that cannot work; the command line turns them into one line.
     """
     batches = _batches(args.batch)
+    if args.output_len is None:
+        args.output_len = 512 if _on_gpu(args.device) else 64
     for option in ("prompt_len", "output_len", "repeats"):
         _positive(f"--{option.replace('_', '-')}", getattr(args, option))
 
@@ -226,20 +238,71 @@ def run(args: argparse.Namespace) -> int:
 
     context = args.prompt_len + SHORT + args.output_len
     llm = LLM(max_slots=max(batches), max_model_len=context, **_options(args))
+    on_gpu = str(llm.resolved["device"]).startswith("cuda")
     weight_bytes = streamed_bytes(llm)
     rate = floor.read_rate(weight_bytes, device=llm.resolved["device"])
     facts = _facts(llm, args, rate=rate, weight_bytes=weight_bytes)
+    if on_gpu:
+        facts["matrix_tflop_s"] = round(floor.matrix_rate(llm.resolved["dtype"]) / 1e12, 1)
+    columns = (*_COLUMNS, *(_GPU_COLUMNS if on_gpu and not args.no_trace else ()))
     if not args.json:
-        print("  ".join(f"{name:>17}" for name in _COLUMNS))
+        print("  ".join(f"{name:>17}" for name in columns))
     for batch in batches:
         timed = measure(
             llm, batch=batch, prompt_len=args.prompt_len, output_len=args.output_len, repeats=args.repeats,
             vocab_size=llm.model_config.vocab_size, seed=args.seed,
         )  # fmt: skip
-        line = row(timed, batch=batch, floor_seconds=weight_bytes / rate, facts=facts)
-        text = json.dumps(line) if args.json else "  ".join(f"{line[name]:>17}" for name in _COLUMNS)
+        seconds = weight_bytes / rate
+        if on_gpu:
+            seconds = gpu_floor(llm, args, batch=batch, read=rate, matrix=facts["matrix_tflop_s"] * 1e12)
+        line = row(timed, batch=batch, floor_seconds=seconds, facts=facts)
+        if on_gpu:
+            line |= on_device(llm, args, batch=batch, step_seconds=timed.step)
+        text = json.dumps(line) if args.json else "  ".join(f"{line.get(name, '-'):>17}" for name in columns)
         print(text, flush=True)
     return 0
+
+
+def gpu_floor(llm: Any, args: argparse.Namespace, *, batch: int, read: float, matrix: float) -> float:
+    """Seconds: `floor.frame_floor` of this engine's passes, with the KV of the run's mean context read once.
+
+    The target's pass has batch x (drafts + 1) rows; a drafter's bytes count all of its passes of a frame together.
+    """
+    frame = llm._built.device.frame
+    size = frame.model.dtype.itemsize
+    passes = [
+        floor.Pass(
+            weight_bytes=int(frame.model.weight_bytes()), itemsize=size, rows=batch * (llm.resolved["num_drafts"] + 1)
+        )
+    ]
+    drafts = streamed_bytes(llm) - passes[0].weight_bytes
+    if drafts:
+        passes.append(floor.Pass(weight_bytes=drafts, itemsize=size, rows=batch))
+    context = args.prompt_len + SHORT + args.output_len / 2
+    token_bytes = frame.kv.nbytes / ((frame.kv.num_pages + 1) * frame.kv.page_size)
+    return floor.frame_floor(passes, kv_bytes=batch * context * token_bytes, read=read, matrix=matrix)
+
+
+def on_device(llm: Any, args: argparse.Namespace, *, batch: int, step_seconds: float) -> dict[str, Any]:
+    """Peak device memory so far and, unless --no-trace, what the auditor sees per frame of the same requests."""
+    import torch
+
+    from slipstream.benchmark.frames import observe
+
+    out: dict[str, Any] = {"peak_memory_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1)}
+    out["peak_reserved_mib"] = round(torch.cuda.max_memory_reserved() / 2**20, 1)
+    if not args.no_trace:
+        prompts = random_prompts(batch, args.prompt_len, vocab_size=llm.model_config.vocab_size, seed=args.seed)
+        out |= observe(llm, prompts, tokens=SHORT + args.output_len, step_seconds=step_seconds)
+    return out
+
+
+def _on_gpu(device: str | None) -> bool:
+    if device not in (None, "auto"):
+        return device == "cuda"
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def streamed_bytes(llm: Any) -> int:
@@ -258,6 +321,8 @@ def _facts(llm: Any, args: argparse.Namespace, *, rate: float, weight_bytes: int
         "weight_mb": round(weight_bytes / 1e6, 2),
         "model": resolved["model"],
         "load_format": args.load_format or "auto",
+        "gpu": torch.cuda.get_device_name() if str(resolved["device"]).startswith("cuda") else None,
+        "capture": resolved.get("capture"),
         "draft": args.draft,
         "num_drafts": resolved["num_drafts"],
         "synthetic_acceptance": args.synthetic_acceptance,

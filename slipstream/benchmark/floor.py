@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +35,33 @@ def read_rate(weight_bytes: int, *, device: str = "cpu", seconds: float = 0.5) -
         (rows.numel() * 4, lambda: rows.sum(1)),
     ]
     return max(n / _fastest(kernel, device, seconds) for n, kernel in candidates)
+
+
+def matrix_rate(dtype: str, *, seconds: float = 0.3) -> float:
+    """Floating-point operations per second of the GPU's best large matrix product in `dtype`, inputs at random."""
+    kind = getattr(torch, dtype)
+    best = 0.0
+    for size in (4096, 8192):
+        a = torch.randn(size, size, device="cuda", dtype=torch.float32).to(kind)
+        b = torch.randn(size, size, device="cuda", dtype=torch.float32).to(kind)
+        best = max(best, 2.0 * size**3 / _fastest(partial(torch.mm, a, b), "cuda", seconds))
+    return best
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """One forward pass of a frame: the weight bytes it streams, how wide a weight is, and its rows."""
+
+    weight_bytes: int
+    itemsize: int
+    rows: int
+
+
+def frame_floor(passes: Sequence[Pass], *, kv_bytes: float, read: float, matrix: float) -> float:
+    """Seconds that no frame can beat: sum over passes of max(bytes ÷ read rate, 2 · parameters · rows ÷ matrix rate),
+    plus the KV bytes ÷ read rate (docs: what to measure). Rates in bytes/s and operations/s."""
+    weights = sum(max(p.weight_bytes / read, 2.0 * (p.weight_bytes / p.itemsize) * p.rows / matrix) for p in passes)
+    return weights + kv_bytes / read
 
 
 def _fastest(kernel: Callable[[], Any], device: str, seconds: float) -> float:

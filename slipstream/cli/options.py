@@ -23,6 +23,9 @@ ENGINE_OPTIONS = (
     "max_model_len",
     "run_ahead",
     "threads",
+    "capture_seconds",
+    "capture_mib",
+    "gpu_memory_mib",
 )
 """Options that are handed to `LLM` under the same name when the user gave them."""
 
@@ -59,6 +62,11 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
     group.add_argument("--run-ahead", type=int, metavar="N", help="frames queued before the first result is read")
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
+    group.add_argument(
+        "--capture-seconds", type=float, metavar="S", help="most that capturing frames on a GPU may take (default 600)"
+    )
+    group.add_argument("--capture-mib", type=float, metavar="MIB", help="the same in GPU memory (default 8192)")
+    group.add_argument("--gpu-memory-mib", type=float, metavar="MIB", help="most for weights and KV pages on a GPU")
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +139,9 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     for name in ("max_model_len", "run_ahead", "threads"):
         if chosen.get(name, 1) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {chosen[name]} must be at least 1")
+    for name in ("capture_seconds", "capture_mib", "gpu_memory_mib"):
+        if not chosen.get(name, 1) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {chosen[name]} must be above 0")
     return chosen
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class LoadedModel:
 
     source: the resolved file or folder. tokenizer_dir: folder with a `tokenizer.json`, else None; gguf_path:
     the GGUF file whose metadata holds the tokenizer, else None. chat_template: jinja source or None.
+    weights: how they are kept ("safetensors in bfloat16", "GGUF Q4_0 dequantised to bfloat16").
     notes: one line for each thing that was decided on the user's behalf, to be shown at start-up.
     """
 
@@ -43,6 +45,7 @@ class LoadedModel:
     tokenizer_dir: Path | None
     gguf_path: Path | None
     chat_template: str | None
+    weights: str
     notes: list[str] = field(default_factory=list)
 
 
@@ -54,12 +57,14 @@ def load_model(
     load_format: str = "auto",
     revision: str | None = None,
     seed: int = 0,
+    memory_bytes: int | None = None,
 ) -> LoadedModel:
     """Load a model.
 
     source: an HF directory, a `.gguf` file, a hub id, a `config.json` (dummy only), or None for the default
     model. dtype: float32, float64, bfloat16 or auto: the checkpoint's own; for 4-bit GGUF on the CPU, packed
     weights with bfloat16 activations. load_format "dummy": random weights from the config and `seed`.
+    memory_bytes: what the weights may take on the device; None is no limit.
     Raises ModelLoadError, UnsupportedError or ConfigError with one line that names the value.
     """
     if dtype != "auto" and dtype not in DTYPES:
@@ -70,8 +75,8 @@ def load_model(
     path = resolve_source(source, revision)
     with torch.inference_mode():
         if path.suffix == ".gguf":
-            return _load_gguf(path, dtype, place, load_format, seed)
-        return _load_folder(path, dtype, place, load_format, seed)
+            return _load_gguf(path, dtype, place, load_format, seed, memory_bytes)
+        return _load_folder(path, dtype, place, load_format, seed, memory_bytes)
 
 
 def resolve_source(source: str | Path | None, revision: str | None = None) -> Path:
@@ -103,7 +108,24 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _load_folder(path: Path, dtype: str, device: torch.device, load_format: str, seed: int) -> LoadedModel:
+def check_memory(
+    source: WeightSource, config: ModelConfig, dtype: str, device: torch.device, memory_bytes: int | None
+) -> None:
+    """ConfigError with both numbers when the weights do not fit into `memory_bytes` of the device."""
+    if memory_bytes is None:
+        return
+    names = source.names() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    need = sum(math.prod(source.shape(name)) for name in names) * DTYPES[dtype].itemsize
+    if need > memory_bytes:
+        raise ConfigError(
+            f"the weights need {need / 2**20:.1f} MiB in {dtype}, and {memory_bytes / 2**20:.1f} MiB are left on "
+            f"{device.type}; use a smaller model, a narrower dtype, or more GPU memory"
+        )
+
+
+def _load_folder(
+    path: Path, dtype: str, device: torch.device, load_format: str, seed: int, memory_bytes: int | None
+) -> LoadedModel:
     folder = path if path.is_dir() else path.parent
     config = read_hf_config(folder) if path.is_dir() else parse_hf_config(read_json(path))
     cls = model_class(config.architecture)
@@ -123,6 +145,7 @@ def _load_folder(path: Path, dtype: str, device: torch.device, load_format: str,
         if wanted == "float16":
             wanted = "bfloat16"
             notes.append("float16 weights are rounded to bfloat16; dtype=float32 keeps them exact")
+    check_memory(source, config, wanted, device, memory_bytes)
     weights = WeightBuilder(source, device=device, dtype=DTYPES[wanted])
     model = cls(config, weights)
     weights.finish((*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED)
@@ -135,31 +158,62 @@ def _load_folder(path: Path, dtype: str, device: torch.device, load_format: str,
         tokenizer_dir=folder if has_tokenizer else None,
         gguf_path=None,
         chat_template=_chat_template(folder),
+        weights=f"{'random' if load_format == 'dummy' else 'safetensors'} in {wanted}",
         notes=notes,
     )
 
 
-def _load_gguf(path: Path, dtype: str, device: torch.device, load_format: str, seed: int) -> LoadedModel:
+@dataclass(frozen=True, kw_only=True)
+class GGUFPlan:
+    """How a GGUF file's weights are kept. packed: 4-bit stays packed; else everything is in `dtype`."""
+
+    packed: bool
+    dtype: str
+    weights: str
+    notes: tuple[str, ...]
+
+
+def plan_gguf(types: Collection[str], *, four_bit: bool, dtype: str, device: str, load_format: str) -> GGUFPlan:
+    """Decide it from the tensor types in the file ("Q4_0", "F32" ...), the dtype asked for and the device's type.
+
+    Packed 4-bit products exist on the CPU only, so on a GPU every quantised tensor is dequantised, and that is said:
+    the weights then take up to seven times the file's size.
+    """
+    exact = set(types) <= {"F32"}
+    quantised = sorted(set(types) - {"F32", "F16", "BF16"})
+    wanted = dtype if dtype != "auto" else "float32" if exact and device == "cpu" else "bfloat16"
+    if load_format == "dummy":
+        return GGUFPlan(packed=False, dtype=wanted, weights=f"random in {wanted}", notes=())
+    names = ", ".join(quantised or sorted(set(types)))
+    if dtype == "auto" and device == "cpu" and four_bit:
+        note = "4-bit weights stay packed, activations are bfloat16"
+        return GGUFPlan(packed=True, dtype=wanted, weights=f"GGUF {names}, 4-bit packed", notes=(note,))
+    if not quantised:
+        return GGUFPlan(packed=False, dtype=wanted, weights=f"GGUF {names} in {wanted}", notes=())
+    where = " on the GPU" if device == "cuda" else ""
+    note = f"{'4-bit' if four_bit else 'quantised'} weights are dequantised to {wanted}{where}: {names}"
+    return GGUFPlan(packed=False, dtype=wanted, weights=f"GGUF {names} dequantised to {wanted}", notes=(note,))
+
+
+def _load_gguf(
+    path: Path, dtype: str, device: torch.device, load_format: str, seed: int, memory_bytes: int | None
+) -> LoadedModel:
     file = GGUFFile(path)
     config = read_gguf_config(file)
     cls = model_class(config.architecture)
-    notes: list[str] = []
     stored = GGUFWeights(file, config)
+    plan = plan_gguf(
+        {stored.type(name) for name in stored.names()},
+        four_bit=any(stored.packed_kind(name) == "int4" for name in stored.names()),
+        dtype=dtype, device=device.type, load_format=load_format,
+    )  # fmt: skip
+    notes = list(plan.notes)
     source: WeightSource = stored
-    four_bit = any(stored.packed_kind(name) == "int4" for name in stored.names())
-    packed = dtype == "auto" and device.type == "cpu" and four_bit
     if load_format == "dummy":
-        source, packed = DummyWeights(config, seed=seed, device=device), False
+        source = DummyWeights(config, seed=seed, device=device)
         notes.append(f"weights are random (load_format=dummy, seed {seed})")
-    if packed:
-        notes.append("4-bit weights stay packed, activations are bfloat16")
-    elif load_format != "dummy" and four_bit:
-        notes.append(f"4-bit weights are dequantised to {'bfloat16' if dtype == 'auto' else dtype}")
-    wanted = dtype
-    if wanted == "auto":
-        exact = all(stored.type(name) == "F32" for name in stored.names())
-        wanted = "float32" if exact and device.type == "cpu" else "bfloat16"
-    weights = WeightBuilder(source, device=device, dtype=DTYPES[wanted], packed=packed)
+    check_memory(source, config, plan.dtype, device, memory_bytes)
+    weights = WeightBuilder(source, device=device, dtype=DTYPES[plan.dtype], packed=plan.packed)
     model = cls(config, weights)
     weights.finish()
     template = file.metadata.get("tokenizer.chat_template")
@@ -171,6 +225,7 @@ def _load_gguf(path: Path, dtype: str, device: torch.device, load_format: str, s
         tokenizer_dir=None,
         gguf_path=path,
         chat_template=template if isinstance(template, str) else None,
+        weights=plan.weights,
         notes=notes,
     )
 

@@ -104,9 +104,8 @@ def test_recompiles_are_seen_and_gone_in_after() -> None:
         assert at_least <= sum(f.count for f in report.by_rule("recompile")) <= at_most
 
 
-@pytest.mark.parametrize("case", ENGINE, ids=lambda c: c.name)
-def test_an_engine_case_turns_the_proof_red_and_puts_the_function_back(case: EngineCase) -> None:
-    production = NgramDrafter.draft_slots
+def test_founding_case_2_turns_the_proof_red_and_puts_the_function_back() -> None:
+    case, production = ENGINE[0], NgramDrafter.draft_slots
     with case.before():
         assert NgramDrafter.draft_slots is not production
     assert NgramDrafter.draft_slots is production

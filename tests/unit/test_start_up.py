@@ -1,0 +1,144 @@
+"""Bad input at start-up, as far as a CPU can show it: each refusal names the value and the limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream import LLM, build
+from slipstream.config import LLMConfig, resolve_engine
+from slipstream.device.graphs import CaptureReport
+from slipstream.errors import ConfigError
+from slipstream.models.loader import load_model, plan_gguf
+from tests.support.tiny import write_tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_checkpoint(tmp_path_factory.mktemp("m") / "llama", "llama"))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_a_gpu_that_is_not_there(model: str, no_gpu: None) -> None:
+    with pytest.raises(ConfigError, match="device=cuda, but this machine has no usable GPU"):
+        LLM(model=model, device="cuda")
+
+
+def test_weights_that_do_not_fit(model: str) -> None:
+    need = sum(p.numel() for p in _floats(model)) * 4
+    assert load_model(model, memory_bytes=need).weights == "safetensors in float32"
+    with pytest.raises(ConfigError, match=r"the weights need 0\.\d MiB in float32, and 0\.\d MiB are left on cpu"):
+        load_model(model, memory_bytes=need - 1)
+
+
+def _floats(model: str) -> list[torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return list(load_file(Path(model) / "model.safetensors").values())
+
+
+def engine(memory_bytes: int, **options: Any) -> Any:
+    return resolve_engine(
+        LLMConfig(page_size=16, max_model_len=64, **options), context=64, num_drafts=0, lookahead=0,
+        kv_bytes_per_token=1024, memory_bytes=memory_bytes, on_cpu=False,
+    )  # fmt: skip
+
+
+def test_pages_that_do_not_fit_a_gpu() -> None:
+    needs = -(-(64 + 2) // 16)
+    assert engine(needs * 16 * 1024).num_pages == needs
+    with pytest.raises(ConfigError, match=rf"holds {needs - 1} pages of 16 tokens .*max_model_len=64 needs {needs}"):
+        engine(needs * 16 * 1024 - 1)
+    with pytest.raises(ConfigError, match=r"0\.0 MiB, holds 0 pages"):
+        engine(0)
+    assert engine(0, num_pages=9).num_pages == 9  # the user's own number is tried
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"run_ahead": 0}, "run_ahead=0 must be a whole number from 1 to 64"),
+        ({"max_slots": 8, "slot_buckets": (1, 2)}, r"slot_buckets=\[1, 2\] do not reach max_slots=8"),
+        ({"draft": "ngram", "num_drafts": 3, "row_tiers": (1, 2)}, r"row_tiers=\[1, 2\] do not reach num_drafts"),
+        ({"num_pages": 1}, "num_pages=1 of 32 tokens cannot hold one sequence"),
+        ({"capture_seconds": 0}, "capture_seconds=0 must be a number above 0"),
+        ({"capture_mib": -1.0}, "capture_mib=-1.0 must be"),
+        ({"gpu_memory_mib": float("inf")}, "gpu_memory_mib=inf must be"),
+    ],
+)
+def test_options_that_cannot_work(model: str, options: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        LLM(model=model, device="cpu", **options)
+
+
+def test_gpu_memory_is_the_smaller_of_free_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100 << 20, 200 << 20))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 8 << 20)
+    gpu = torch.device("cuda:0")
+    assert build._memory(LLMConfig(), gpu) == 100 << 20
+    assert build._memory(LLMConfig(gpu_memory_mib=20), gpu) == 12 << 20
+    assert build._memory(LLMConfig(gpu_memory_mib=4), gpu) == 0
+    assert build._memory(LLMConfig(), torch.device("cpu")) is None
+    assert build._kv_budget(LLMConfig(gpu_memory_mib=20), gpu) == int((12 << 20) * 0.85)
+
+
+def test_what_capture_took_is_in_the_notes() -> None:
+    assert build._capture_note(None) == []
+    [note] = build._capture_note(CaptureReport(graphs=12, seconds=3.14, mib=240.4))
+    assert note == "captured 12 frame graphs in 3.1 s, 240 MiB"
+
+
+def test_stats_and_resolved_carry_the_capture_report(model: str) -> None:
+    with LLM(model=model, device="cpu") as llm:
+        assert llm.resolved["capture"] is None and llm.stats()["capture"] is None
+        assert llm.resolved["weights"] == "safetensors in float32"
+
+
+def test_capture_gets_the_budget_and_the_bar(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import slipstream.device.graphs as graphs
+
+    seen: dict[str, Any] = {}
+
+    class Recorded:
+        def __init__(self, frame: Any, **sizes: Any) -> None:
+            self.report = None
+
+        def capture(self, **given: Any) -> CaptureReport:
+            seen.update(given)
+            given["progress"](1, 1)
+            return CaptureReport(graphs=1, seconds=0.1, mib=1.0)
+
+    monkeypatch.setattr(graphs, "FrameGraphs", Recorded)
+    config = LLMConfig(capture_seconds=5, capture_mib=64)
+    bars: list[tuple[int, int]] = []
+    engine_config = engine(1 << 30)
+    made = build._graphs(config, None, engine_config, torch.device("cuda"), lambda *at: bars.append(at))  # type: ignore[arg-type]
+    assert made.report.graphs == 1 and bars == [(1, 1)]
+    assert seen["budget_seconds"] == 5.0 and seen["budget_mib"] == 64.0
+
+
+@pytest.mark.parametrize(
+    ("types", "four_bit", "dtype", "device", "packed", "kept", "says"),
+    [
+        (("Q4_0", "F32"), True, "auto", "cpu", True, "GGUF Q4_0, 4-bit packed", "stay packed"),
+        (("Q4_0", "F32"), True, "auto", "cuda", False, "GGUF Q4_0 dequantised to bfloat16", "to bfloat16 on the GPU"),
+        (("Q8_0", "F32"), False, "auto", "cuda", False, "GGUF Q8_0 dequantised to bfloat16", "quantised weights are"),
+        (("Q4_1", "Q8_0"), True, "float32", "cpu", False, "GGUF Q4_1, Q8_0 dequantised to float32", "to float32: Q4_1"),
+        (("F32",), False, "auto", "cpu", False, "GGUF F32 in float32", None),
+        (("F16", "F32"), False, "auto", "cuda", False, "GGUF F16, F32 in bfloat16", None),
+    ],
+)
+def test_how_a_gguf_file_is_kept(
+    types: tuple[str, ...], four_bit: bool, dtype: str, device: str, packed: bool, kept: str, says: str | None
+) -> None:
+    plan = plan_gguf(types, four_bit=four_bit, dtype=dtype, device=device, load_format="auto")
+    assert plan.packed is packed and plan.weights == kept
+    assert (says is None and plan.notes == ()) or (says is not None and says in plan.notes[0])
+    assert plan_gguf(types, four_bit=four_bit, dtype=dtype, device=device, load_format="dummy").notes == ()

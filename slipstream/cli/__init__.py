@@ -30,7 +30,7 @@ COMMANDS = {
     "bench": Command("slipstream.cli.bench:main", "measure: bench decode"),
     "audit": Command("slipstream.audit.cli:main", "find what makes a PyTorch program wait for its device"),
     "serve": Command(None, "OpenAI-compatible server"),
-    "train": Command(None, "train and calibrate drafts"),
+    "train": Command("slipstream.cli.train:main", "train and calibrate drafts: train eagle3, train dspark"),
 }
 
 

@@ -1,0 +1,86 @@
+"""The training text: token sequences with a mask of what the model itself wrote.
+
+Everything is on policy: the answers, and unless a file gives prompts the user turns too, are the target's own
+(the model is asked to go on after the chat template's user header). Loops are dropped: they would teach a draft to
+repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """token_NT int64 and answer_NT bool [N, T], padded on the right with token 0 and False.
+
+    answer: the token was written by the model after the prompt, so a draft has to predict it. length_N int64.
+    """
+
+    token_NT: Tensor
+    answer_NT: Tensor
+    length_N: Tensor
+
+    def __len__(self) -> int:
+        return self.token_NT.shape[0]
+
+    @property
+    def answer_tokens(self) -> int:
+        return int(self.answer_NT.sum())
+
+    @classmethod
+    def pack(cls, pairs: Iterable[tuple[Sequence[int], Sequence[int]]], max_len: int) -> Corpus:
+        """From (prompt ids, answer ids); sequences are cut at max_len, those without an answer left are dropped."""
+        rows = [(list(p), list(a)) for p, a in pairs if len(p) < max_len and a]
+        token_NT = torch.zeros(len(rows), max_len, dtype=torch.int64)
+        answer_NT = torch.zeros(len(rows), max_len, dtype=torch.bool)
+        length_N = torch.zeros(len(rows), dtype=torch.int64)
+        for i, (prompt, answer) in enumerate(rows):
+            ids = (prompt + answer)[:max_len]
+            token_NT[i, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+            answer_NT[i, len(prompt) : len(ids)] = True
+            length_N[i] = len(ids)
+        return cls(token_NT=token_NT, answer_NT=answer_NT, length_N=length_N)
+
+    def split(self, held_out: int) -> tuple[Corpus, Corpus]:
+        """The last `held_out` sequences apart, for calibration."""
+        if not 0 < held_out < len(self):
+            raise ConfigError(f"held_out={held_out} must be between 1 and {len(self) - 1}, the sequences there are")
+        cut = len(self) - held_out
+        return self.take(torch.arange(cut)), self.take(torch.arange(cut, len(self)))
+
+    def take(self, index_M: Tensor) -> Corpus:
+        return Corpus(
+            token_NT=self.token_NT[index_M], answer_NT=self.answer_NT[index_M], length_N=self.length_N[index_M]
+        )
+
+    def save(self, path: Path) -> None:
+        """As safetensors; ids take 32 bits there."""
+        tensors = {
+            "tokens": self.token_NT.to(torch.int32),
+            "answer": self.answer_NT.to(torch.uint8),
+            "length": self.length_N,
+        }
+        save_file(tensors, path)
+
+    @classmethod
+    def load(cls, path: Path) -> Corpus:
+        tensors = load_file(path)
+        for name in ("tokens", "answer", "length"):
+            if name not in tensors:
+                raise ConfigError(f"{path} is no training corpus: it lacks the tensor {name!r}")
+        return cls(token_NT=tensors["tokens"].long(), answer_NT=tensors["answer"].bool(), length_N=tensors["length"])
+
+
+def loops(ids: Sequence[int], n: int = 4, least: float = 0.5) -> bool:
+    """Whether fewer than `least` of the n-grams of `ids` are distinct."""
+    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return bool(grams) and len(set(grams)) < least * len(grams)

@@ -1,0 +1,162 @@
+"""An EAGLE-3 head with gradients, and its loss: training-time test (arXiv 2503.01840, section 3.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from slipstream.models.config import ModelConfig
+from slipstream.train.layers import MLP, DraftHead, Norm, Projections, later
+from slipstream.train.teacher import Features, Teacher
+
+_ROWS = 16_384  # of logits at a time: [rows, Vd] float32 is the largest temporary
+
+
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """hs[2], hs[L // 2], hs[L - 3]."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = Norm(h, eps)
+        self.hidden_norm = Norm(h, eps)
+        self.self_attn = Projections(config, 2 * h, qk_norm=False)
+        self.post_attention_layernorm = Norm(h, eps)
+        self.mlp = MLP(h, config.intermediate_size)
+
+
+class Eagle3Head(DraftHead):
+    """One layer over (embedding, feature); logits over a draft vocabulary whose rows are the target's own.
+
+    draft_ids_D int64 [Vd]: the target ids of the draft vocabulary, ascending.
+    """
+
+    kind = "eagle3"
+
+    def __init__(self, teacher: Teacher, draft_ids_D: Tensor, *, steps: int = 7, decay: float = 0.8) -> None:
+        super().__init__()
+        c = teacher.model_config
+        self.config, self.steps, self.decay = c, steps, decay
+        self.fc = nn.Linear(len(teacher.taps) * c.hidden_size, c.hidden_size, bias=False)
+        self.midlayer = _Layer(c)
+        self.norm = Norm(c.hidden_size, c.rms_norm_eps)
+        self.taps = teacher.taps
+        device = teacher.embed_VH.device
+        draft_ids_D = draft_ids_D.to(device)
+        # Not saved: they are the target's.
+        self.embed_VH, self.head_DH = teacher.embed_VH, teacher.head_VH[draft_ids_D]
+        self.target_head_VH, self.rope_table = teacher.head_VH, teacher.rope_table
+        self.draft_ids_D = draft_ids_D
+        self.in_draft_V = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
+        self.in_draft_V[draft_ids_D] = True
+
+    def loss(self, token_BT: Tensor, answer_BT: Tensor, features: Features) -> tuple[Tensor, dict[str, Any]]:
+        """Mean over positions of soft cross entropy to the target, weighted decay^s over `steps` unrolled steps.
+
+        Step s at index i has read token i + 1 + s and predicts what the target predicts after it. Queries see step
+        0's keys up to i and the keys that index i made in later steps: what a chain drafted from i will see.
+        Metrics: per step, the share of positions whose most likely draft is the target's (acceptance, if all before
+        were accepted).
+        """
+        length = token_BT.shape[1]
+        attn, layer = self.midlayer.self_attn, self.midlayer
+        h = self.fc(features.tap_BTF)
+        causal = torch.ones(length, length, dtype=torch.bool, device=token_BT.device).tril()
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        total = token_BT.new_zeros((), dtype=torch.float32)
+        accuracy = []
+        for s in range(self.steps):
+            embedded = self.embed_VH[later(token_BT, 1 + s)]
+            x = torch.cat((layer.input_layernorm(embedded.to(h.dtype)), layer.hidden_norm(h)), -1)
+            rope = self.rope_table[torch.arange(length, device=h.device) + s]
+            q = attn.queries(x, rope)
+            keys.append(attn.keys(x, rope))
+            values.append(attn.values(x))
+            h = h + attn.o_proj(self._attend(q, keys, values, causal).flatten(-2))
+            h = h + layer.mlp(layer.post_attention_layernorm(h))
+            # The row after the token just read is the one whose prediction is drafted.
+            valid_BT = later(answer_BT, 2 + s)
+            step_loss, hits, count = self._step_loss(self.norm(h), later(features.hidden_BTH, 1 + s), valid_BT)
+            total = total + self.decay**s * step_loss
+            accuracy.append((hits / count.clamp(min=1)).detach())
+        return total, {"acceptance": torch.stack(accuracy)}
+
+    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], causal: Tensor) -> Tensor:
+        """q [B, T, N, D]; keys[0] is seen causally, keys[1:] only by their own index."""
+        groups = q.shape[2] // keys[0].shape[2]
+        q = q.unflatten(2, (-1, groups)) * q.shape[-1] ** -0.5
+        scores = torch.einsum("btkgd,bskd->bkgts", q, keys[0]).float()
+        scores = scores.masked_fill(~causal, float("-inf"))
+        own = [torch.einsum("btkgd,btkd->bkgt", q, k).float().unsqueeze(-1) for k in keys[1:]]
+        p = torch.cat((scores, *own), -1).softmax(-1).to(q.dtype)
+        length = causal.shape[0]
+        out = torch.einsum("bkgts,bskd->btkgd", p[..., :length], values[0])
+        for i, v in enumerate(values[1:]):
+            out = out + p[..., length + i].permute(0, 3, 1, 2).unsqueeze(-1) * v.unsqueeze(3)
+        return out.flatten(2, 3)
+
+    def _step_loss(self, h_BTH: Tensor, teacher_BTH: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Summed over positions, divided by their number; hits; number of judged positions (all valid ones)."""
+        h, teacher, valid = h_BTH.flatten(0, 1), teacher_BTH.flatten(0, 1), valid_BT.flatten()
+        loss = h.new_zeros((), dtype=torch.float32)
+        hits, covered = h.new_zeros((), dtype=torch.float32), h.new_zeros((), dtype=torch.float32)
+        for at in range(0, h.shape[0], _ROWS):
+            part = slice(at, at + _ROWS)
+            one: tuple[Tensor, Tensor, Tensor] = checkpoint(
+                self._chunk_loss, h[part], teacher[part], valid[part], use_reentrant=False
+            )
+            loss, hits, covered = loss + one[0], hits + one[1], covered + one[2]
+        return loss / covered.clamp(min=1), hits, valid.sum()
+
+    def _chunk_loss(self, h_RH: Tensor, teacher_RH: Tensor, valid_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            best_R = (teacher_RH @ self.target_head_VH.T).argmax(-1)
+            covered_R = valid_R & self.in_draft_V[best_R]
+            p_RD = (teacher_RH @ self.head_DH.T).float().softmax(-1)
+        logits_RD = (h_RH @ self.head_DH.T.to(h_RH.dtype)).float()
+        ce_R = logits_RD.logsumexp(-1) - (p_RD * logits_RD).sum(-1)
+        hit_R = valid_R & (self.draft_ids_D[logits_RD.argmax(-1)] == best_R)
+        return (ce_R * covered_R).sum(), hit_R.sum().float(), covered_R.sum().float()
+
+    def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors and config.json of the released format. Embedding and head are the target's and are left out."""
+        c = self.config
+        tensors = {n: p.detach().to(torch.bfloat16).cpu().contiguous() for n, p in self.named_parameters()}
+        ids = self.draft_ids_D.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        in_draft: Tensor = self.in_draft_V.cpu()
+        tensors["t2d"] = in_draft
+        values = {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "hidden_size": c.hidden_size,
+            "intermediate_size": c.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": c.num_heads,
+            "num_key_value_heads": c.num_kv_heads,
+            "head_dim": c.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": c.rms_norm_eps,
+            "rope_theta": c.rope.theta,
+            "max_position_embeddings": c.max_position_embeddings,
+            "vocab_size": c.vocab_size,
+            "draft_vocab_size": len(ids),
+            "tie_word_embeddings": False,
+            "eagle_aux_hidden_state_layer_ids": list(self.taps),
+            "torch_dtype": "bfloat16",
+        }
+        return tensors, values
+
+
+def frequent_ids(token_NT: Tensor, answer_NT: Tensor, vocab: int, size: int) -> Tensor:
+    """The `size` ids that answers use most, ascending; ties and unused ids by id."""
+    counts_V = torch.bincount(token_NT[answer_NT], minlength=vocab)
+    order_V = torch.argsort(counts_V, descending=True, stable=True)
+    return order_V[: min(size, vocab)].sort().values

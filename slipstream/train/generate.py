@@ -1,0 +1,162 @@
+"""On-policy conversations, made by our own engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError
+from slipstream.llm import LLM
+from slipstream.train.corpus import Corpus, loops
+from slipstream.types import SamplingParams
+
+_MARK = "\u241f"  # stands for the user's text while the template's header is found
+Progress = Callable[[str, int, int], None]
+
+FOLLOW_UPS = (
+    "Summarize the following text in a few sentences:\n\n{text}",
+    "Rewrite the following text in your own words:\n\n{text}",
+    "What are the main points of this passage?\n\n{text}",
+    "Read this passage and answer the question after it.\n\n{text}\n\nQuestion: What is this passage about, and why "
+    "does it matter?",
+    "Translate the following text to French:\n\n{text}",
+    "Correct the mistakes in this text and explain each change:\n\n{text}",
+    "Here are two documents.\n\nDocument 1: {text}\n\nDocument 2: {other}\n\nUse them to answer: {question}",
+    "{question}\n\nUse the following information to answer:\n{text}",
+)
+"""Second-round prompts around earlier answers: long contexts from which answers copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What is generated.
+
+    conversations: answers wanted. max_len: most tokens of prompt and answer. follow_ups: share of conversations whose
+    prompt quotes earlier answers. temperatures: answers cycle through them, 0 is greedy. seed: of every draw.
+    """
+
+    conversations: int = 20_000
+    max_len: int = 512
+    max_prompt: int = 128
+    follow_ups: float = 0.3
+    temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
+    top_p: float = 0.95
+    seed: int = 0
+
+
+def user_header(llm: LLM) -> list[int]:
+    """Token ids of the chat template up to where the user's text begins."""
+    text = llm.tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], add_generation_prompt=False)
+    head, found, _ = text.partition(_MARK)
+    if not found:
+        raise ConfigError("the model's chat template does not show the user's text; give --prompts FILE")
+    return llm.tokenizer.encode(head, add_special_tokens=False)
+
+
+def read_prompts(path: Path) -> list[str]:
+    """User turns from a file: JSON lines with "prompt" or "turns", or plain text, one per line."""
+    prompts = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        if line.lstrip().startswith("{"):
+            try:
+                value: Any = json.loads(line)
+                prompts.append(str(value["prompt"] if "prompt" in value else value["turns"][0]))
+            except (ValueError, KeyError, IndexError, TypeError):
+                raise ConfigError(f'{path} line {number} needs "prompt" or a list "turns"') from None
+        else:
+            prompts.append(line)
+    if not prompts:
+        raise ConfigError(f"{path} holds no prompts")
+    return prompts
+
+
+def make_prompts(llm: LLM, count: int, recipe: Recipe, progress: Progress | None = None) -> list[str]:
+    """`count` user turns that the model writes itself, without repetitions."""
+    header = user_header(llm)
+    seen: dict[str, None] = {}
+    round_, size = 0, max(64, count + count // 4)
+    while len(seen) < count:
+        params = [
+            SamplingParams(
+                temperature=1.0, top_p=recipe.top_p, max_tokens=recipe.max_prompt, seed=recipe.seed * 7919 + round_ + i
+            )
+            for i in range(size)
+        ]
+        before = len(seen)
+        for out in llm.generate([header] * size, params, use_tqdm=False):
+            text = out.outputs[0].text.strip()
+            if len(text) >= 8 and out.outputs[0].finish_reason == "stop" and not loops(out.outputs[0].token_ids):
+                seen.setdefault(text)
+        round_ += size
+        if progress is not None:
+            progress("prompts", min(len(seen), count), count)
+        if len(seen) - before < size // 100:
+            raise ConfigError(
+                f"the model wrote only {len(seen)} different prompts in {round_} tries; give --prompts FILE"
+            )
+        size = max(64, (count - len(seen)) * 2)
+    return list(seen)[:count]
+
+
+def answer(
+    llm: LLM, prompts: Sequence[str], recipe: Recipe, *, offset: int = 0, progress: Progress | None = None
+) -> list[tuple[list[int], list[int], str]]:
+    """(prompt ids, answer ids, answer text) of every prompt whose answer is no loop."""
+    room = recipe.max_len
+    asked = [(i, llm.chat_prompt([{"role": "user", "content": p}])) for i, p in enumerate(prompts)]
+    asked = [(i, ids) for i, ids in asked if len(ids) + 16 <= room]
+    params = []
+    for i, ids in asked:
+        t = recipe.temperatures[(offset + i) % len(recipe.temperatures)]
+        params.append(
+            SamplingParams(
+                temperature=t,
+                top_p=recipe.top_p if t else 1.0,
+                max_tokens=room - len(ids),
+                seed=recipe.seed * 104_729 + offset + i,
+            )
+        )
+    made, batch = [], 4096
+    for at in range(0, len(asked), batch):
+        outs = llm.generate([ids for _, ids in asked[at : at + batch]], params[at : at + batch], use_tqdm=False)
+        for (_, ids), out in zip(asked[at : at + batch], outs, strict=True):
+            told = out.outputs[0]
+            if len(told.token_ids) >= 8 and not loops(told.token_ids):
+                made.append((ids, list(told.token_ids), told.text))
+        if progress is not None:
+            progress("answers", min(at + batch, len(asked)), len(asked))
+    return made
+
+
+def follow_ups(answers: Sequence[str], questions: Sequence[str], count: int, recipe: Recipe) -> list[str]:
+    """Prompts that quote earlier answers."""
+    rng = random.Random(recipe.seed)
+    texts = [t.strip() for t in answers if 200 <= len(t) <= 1200]
+    if not texts:
+        return []
+    made = []
+    for i in range(count):
+        text, other, question = rng.choice(texts), rng.choice(texts), rng.choice(questions)
+        made.append(FOLLOW_UPS[i % len(FOLLOW_UPS)].format(text=text[:900], other=other[:500], question=question))
+    return made
+
+
+def generate_corpus(
+    llm: LLM, recipe: Recipe, *, prompts: Sequence[str] | None = None, progress: Progress | None = None
+) -> Corpus:
+    """The whole corpus: prompts (self-written unless given), answers, and follow-ups around them, shuffled."""
+    later = int(recipe.conversations * recipe.follow_ups)
+    first = recipe.conversations - later
+    asked = list(prompts)[:first] if prompts is not None else make_prompts(llm, first, recipe, progress)
+    told = answer(llm, asked, recipe, progress=progress)
+    more = follow_ups([t for _, _, t in told], asked, later, recipe)
+    told += answer(llm, more, recipe, offset=len(asked), progress=progress)
+    pairs = [(p, a) for p, a, _ in told]
+    random.Random(recipe.seed).shuffle(pairs)
+    return Corpus.pack(pairs, recipe.max_len)

@@ -1,0 +1,204 @@
+"""The training loop: AdamW on float32 masters, cosine schedule, resumable at a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+from slipstream.train.corpus import Corpus
+from slipstream.train.layers import DraftHead
+from slipstream.train.teacher import Teacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """batch: sequences per step. steps: optimiser steps. warmup: share of them. checkpoint_every: steps, 0 never.
+
+    overlap_from: share of the steps after which a head's late loss is used. time_limit: seconds after which training
+    stops although steps are left; the schedule then follows the clock, so that the rate still ends at zero.
+    """
+
+    steps: int = 1000
+    batch: int = 64
+    lr: float = 1e-3
+    warmup: float = 0.04
+    clip: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    seed: int = 0
+    log_every: int = 10
+    checkpoint_every: int = 200
+    overlap_from: float = 1 / 3
+    time_limit: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "log_every"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if not 0 < self.lr < 1:
+            raise ConfigError(f"lr={self.lr} must be between 0 and 1")
+
+
+@dataclass
+class History:
+    """What was seen on the way, one entry per logged step."""
+
+    step: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    acceptance: list[list[float]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def learning_rate(done: float, options: TrainOptions) -> float:
+    """Linear warm-up, then a cosine to zero. done: share of the run that lies behind, 0 to 1."""
+    if done < options.warmup:
+        return options.lr * max(done, 1 / options.steps) / options.warmup
+    rest = (min(done, 1.0) - options.warmup) / (1 - options.warmup)
+    return options.lr * 0.5 * (1 + math.cos(math.pi * rest))
+
+
+def batches(count: int, options: TrainOptions) -> Iterator[Tensor]:
+    """Index batches, epoch after epoch, each epoch in an order of its own; the same for the same seed."""
+    epoch = 0
+    while True:
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed * 1_000_003 + epoch))
+        size = min(options.batch, count)
+        for at in range(0, count - size + 1, size):
+            yield order[at : at + size]
+        epoch += 1
+
+
+def train(
+    head: DraftHead,
+    teacher: Teacher,
+    corpus: Corpus,
+    options: TrainOptions,
+    *,
+    folder: Path | None = None,
+    progress: Callable[[int, int, float, list[float]], None] | None = None,
+) -> History:
+    """Train `head` in place. folder: where checkpoints go and from where training resumes when one is there.
+
+    Raises ConfigError when the checkpoint is of other options or another corpus.
+    """
+    device = teacher.embed_VH.device
+    amp = teacher.embed_VH.dtype == torch.bfloat16
+    parameters = [p for _, p in sorted(head.named_parameters())]
+    optimizer = torch.optim.AdamW(
+        parameters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay,
+        fused=device.type == "cuda",
+    )  # fmt: skip
+    # What a checkpoint must agree with; how often it is written may differ.
+    identity = {k: v for k, v in asdict(options).items() if k not in ("log_every", "checkpoint_every")}
+    identity = {**identity, "kind": head.kind, "sequences": len(corpus), "tokens": corpus.answer_tokens}
+    history, start = History(), 0
+    if folder is not None and (folder / "state.json").is_file():
+        start, history = _resume(folder, head, optimizer, identity)
+    order = batches(len(corpus), options)
+    for _ in range(start):
+        next(order)
+    began, spent = time.perf_counter(), history.seconds
+    for step in range(start, options.steps):
+        index_B = next(order)
+        done = step / options.steps
+        if options.time_limit is not None:
+            done = max(done, (spent + time.perf_counter() - began) / options.time_limit)
+        head.overlap = done >= options.overlap_from
+        part = corpus.take(index_B)
+        longest = int(part.length_N.max())
+        token_BT = part.token_NT[:, :longest].to(device)
+        answer_BT = part.answer_NT[:, :longest].to(device)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(done, options)
+        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+            loss, metrics = head.loss(token_BT, answer_BT, teacher.features(token_BT))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, options.clip)
+        optimizer.step()
+        last = step + 1 == options.steps or done >= 1
+        if step % options.log_every == 0 or last:
+            value, accepted = float(loss.detach()), metrics["acceptance"].tolist()
+            if not math.isfinite(value):
+                raise ConfigError(f"the loss became {value} at step {step}; lower the learning rate ({options.lr})")
+            history.step.append(step)
+            history.loss.append(value)
+            history.acceptance.append(accepted)
+            history.seconds = spent + time.perf_counter() - began
+            if progress is not None:
+                progress(step + 1, options.steps, value, accepted)
+        if folder is not None and options.checkpoint_every and ((step + 1) % options.checkpoint_every == 0 or last):
+            _checkpoint(folder, head, optimizer, identity, step + 1, history)
+        if last:
+            break
+    return history
+
+
+def _checkpoint(
+    folder: Path,
+    head: DraftHead,
+    optimizer: torch.optim.Optimizer,
+    identity: dict[str, Any],
+    step: int,
+    seen: History,
+) -> None:
+    tensors: dict[str, Tensor] = {}
+    for name, p in sorted(head.named_parameters()):
+        tensors[f"param.{name}"] = p.detach().cpu()
+        for key, value in optimizer.state[p].items():
+            tensors[f"{key}.{name}"] = value.detach().cpu()
+    tensors["generator"] = head.generator.get_state()
+    folder.mkdir(parents=True, exist_ok=True)
+    # Both files are replaced, the JSON last: a run that is stopped in between resumes from the earlier pair.
+    name = f"state-{step}.safetensors"
+    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / name)
+    text = json.dumps({"step": step, "tensors": name, "identity": identity, "history": asdict(seen)})
+    (folder / "state.json.new").write_text(text)
+    (folder / "state.json.new").replace(folder / "state.json")
+    for old in folder.glob("state-*.safetensors"):
+        if old.name != name:
+            old.unlink()
+
+
+def _resume(
+    folder: Path, head: DraftHead, optimizer: torch.optim.Optimizer, identity: dict[str, Any]
+) -> tuple[int, History]:
+    state = json.loads((folder / "state.json").read_text())
+    wanted = json.loads(json.dumps(identity))
+    for name, value in wanted.items():
+        if state["identity"].get(name) != value:
+            raise ConfigError(
+                f"{folder} holds a run with {name}={state['identity'].get(name)!r}, this one has {value!r}; "
+                f"give another folder or the same options"
+            )
+    tensors = load_file(folder / state["tensors"])
+    with torch.no_grad():
+        for name, p in sorted(head.named_parameters()):
+            p.copy_(tensors[f"param.{name}"])
+            keys = [k.removesuffix(f".{name}") for k in tensors if k.endswith(f".{name}") and not k.startswith("param")]
+            optimizer.state[p] = {
+                k: tensors[f"{k}.{name}"].to(p.device if k != "step" or p.is_cuda else "cpu")
+                for k in keys
+                if f"{k}.{name}" in tensors and k in ("step", "exp_avg", "exp_avg_sq")
+            }
+    head.generator.set_state(tensors["generator"])
+    return state["step"], History(**state["history"])
+
+
+def export(head: DraftHead, folder: Path, extra: dict[str, Any] | None = None) -> Path:
+    """Write config.json and model.safetensors in the released format."""
+    tensors, values = head.export()
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**values, **(extra or {})}, indent=2) + "\n")
+    return folder

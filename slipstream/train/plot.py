@@ -1,0 +1,28 @@
+"""Loss and acceptance over training, as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.errors import ConfigError
+from slipstream.train.loop import History
+
+
+def plot(history: History, path: Path, title: str) -> Path:
+    """Write a PNG. Raises ConfigError that names the extra when matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'slipstream[train]'") from None
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    left.plot(history.step, history.loss)
+    left.set(xlabel="step", ylabel="loss", title=title)
+    for k in range(len(history.acceptance[0]) if history.acceptance else 0):
+        right.plot(history.step, [a[k] for a in history.acceptance], label=f"draft {k + 1}")
+    right.set(xlabel="step", ylabel="agrees with the target", title="greedy, by position", ylim=(0, 1))
+    right.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,74 @@
+"""The target as teacher: taps and final hidden states of whole batches, without a cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.errors import ConfigError
+from slipstream.models.config import ModelConfig
+from slipstream.models.layers import Embedding
+from slipstream.models.linear import Dense
+from slipstream.models.loader import LoadedModel, load_model
+from slipstream.models.rope import RotaryTable
+
+
+class _BatchCausal:
+    """B sequences of T rows each, flattened; every row sees its own sequence up to itself."""
+
+    def __init__(self, sequences: int, length: int) -> None:
+        self.shape = (sequences, length)
+
+    def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
+        del layer
+        q, k, v = (x.unflatten(0, self.shape).transpose(1, 2) for x in (q_RND, k_RKD, v_RKD))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Features:
+    """tap_BTF [B, T, taps * H]: the tapped residual streams side by side. hidden_BTH: after the final norm."""
+
+    tap_BTF: Tensor
+    hidden_BTH: Tensor
+
+
+class Teacher:
+    """A dense target. embed_VH and head_VH are its tables, usable in autograd as constants."""
+
+    def __init__(self, loaded: LoadedModel, taps: tuple[int, ...]) -> None:
+        model = loaded.model
+        embed, head = getattr(model, "embed", None), getattr(model, "head", None)
+        if not isinstance(embed, Embedding) or not isinstance(head, Dense):
+            raise ConfigError("training needs a target with dense weights; load it with dtype bfloat16 or float32")
+        for tap in taps:
+            if not 0 <= tap < loaded.config.num_layers:
+                raise ConfigError(f"tap {tap} must be from 0 to {loaded.config.num_layers - 1}, the target's layers")
+        self.model, self.config, self.taps = model, loaded.config, taps
+        # The weights were made in inference mode; copies made outside it may be saved for backward.
+        self.embed_VH = embed.table_VH.clone()
+        self.head_VH = self.embed_VH if head.weight_NK is embed.table_VH else head.weight_NK.clone()
+        rotary: RotaryTable = getattr(model, "rotary")  # noqa: B009
+        self.rope_table = rotary.table.clone()
+
+    @classmethod
+    def load(cls, source: str | None, *, taps: tuple[int, ...], device: str, dtype: str) -> Teacher:
+        return cls(load_model(source, dtype=dtype, device=device), taps)
+
+    @property
+    def model_config(self) -> ModelConfig:
+        return self.config
+
+    @torch.no_grad()
+    def features(self, token_BT: Tensor) -> Features:
+        batch, length = token_BT.shape
+        pos_R = torch.arange(length, device=token_BT.device).repeat(batch)
+        hidden_RH, taps = self.model.forward(token_BT.flatten(), pos_R, _BatchCausal(batch, length), self.taps)
+        return Features(
+            tap_BTF=torch.cat(taps, -1).unflatten(0, (batch, length)),
+            hidden_BTH=hidden_RH.unflatten(0, (batch, length)),
+        )

@@ -54,6 +54,21 @@ def install_device_guard() -> None:
     registry[_CUDA] = registry[_META]
 
 
+def plain_attention() -> None:
+    """Let scaled_dot_product_attention take its plain form: a CUDA build asks the device which kernel to choose."""
+
+    def attention(
+        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+        scale: float | None = None, enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+    torch._C._nn.scaled_dot_product_attention = attention
+
+
 @contextlib.contextmanager
 def fake_world(recorder: Recorder, calls: Counter[str]) -> Iterator[ProofOps]:
     """Run the body under fake tensors; `calls` counts custom operations ("namespace::name").

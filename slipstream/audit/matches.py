@@ -1,8 +1,8 @@
 """The tests behind the rules: each says what exactly happened in an event, or None.
 
-Source for the copy tests: a CUDA copy is asynchronous only if the host side is pinned, the call is `non_blocking`,
-and no temporary is needed, that is same dtype and both sides laid out alike (ATen/native/cuda/Copy.cu,
-`copy_requires_temporaries`).
+Source for the copy tests (ATen/native/cuda/Copy.cu, `copy_kernel_cuda`): a copy is asynchronous if the call is
+`non_blocking`, the host side is pinned, and the host side needs no temporary: it is contiguous, or both sides have the
+same dtype and dense strides. A non-blocking copy converts dtypes on the device, a blocking one on the host.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ def host_array(e: Event) -> str | None:
         return f"device {_shape(copy.src)} copied into pageable host memory"
     if not copy.non_blocking:
         return f"device {_shape(copy.src)} copied into pinned memory without non_blocking=True"
-    if copy.dst.dtype != copy.src.dtype or not copy.dst.is_contiguous():
-        return f"the host side {_shape(copy.dst)} needs a temporary (dtype or strides differ)"
-    return None
+    if not copy.dst.is_contiguous() and not _same_dense_layout(copy.src, copy.dst):
+        return f"the pinned {_shape(copy.dst)} with strides {tuple(copy.dst.stride())} needs a temporary on the host"
+    return None  # another dtype or other strides of the device side are settled on the device
 
 
 def async_host_array(e: Event) -> str | None:
@@ -206,17 +206,22 @@ def pageable(e: Event) -> str | None:
 
 def strided(e: Event) -> str | None:
     copy = _upload(e)
-    if copy is None or (copy.src.numel() <= 1 and copy.src.dtype == copy.dtype):
+    if copy is None:
         return None
-    if copy.src.dtype != copy.dtype:
+    if copy.src.dtype != copy.dtype and not copy.non_blocking:
         return f"pinned {copy.src.dtype} is converted to {copy.dtype} in a pageable temporary on the host"
-    dense = copy.src.is_contiguous() or (copy.dst is None and _is_dense(copy.src))
-    if copy.dst is not None:
-        if tuple(copy.dst.shape) != tuple(copy.src.shape):
-            dense = False  # broadcast on the host
-        elif copy.dst.stride() == copy.src.stride() and _is_dense(copy.src):
-            dense = True
-    return None if dense else f"pinned {_shape(copy.src)} with strides {tuple(copy.src.stride())}"
+    if copy.dst is None:
+        # The new tensor takes over dense strides.
+        flat = copy.src.is_contiguous() or (copy.src.dtype == copy.dtype and _is_dense(copy.src))
+    else:
+        same_shape = tuple(copy.dst.shape) == tuple(copy.src.shape) or copy.dst.numel() == copy.src.numel() == 1
+        flat = same_shape and (copy.src.is_contiguous() or _same_dense_layout(copy.src, copy.dst))
+    return None if flat else f"pinned {_shape(copy.src)} with strides {tuple(copy.src.stride())}"
+
+
+def _same_dense_layout(a: Any, b: Any) -> bool:
+    """Whether one plain memory copy moves the elements of one tensor to the other."""
+    return bool(a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and _is_dense(a))
 
 
 def _is_dense(t: Any) -> bool:

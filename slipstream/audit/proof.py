@@ -144,6 +144,7 @@ def prove_here(
     from slipstream.audit.scope import is_staging, pop_watcher, push_watcher
 
     fake.install_device_guard()
+    fake.plain_attention()
     proof = Proof(target, Report(target))
     recorder = Recorder(proof.report, World("cuda", is_staging), call_through=False)
     calls: Counter[str] = Counter()

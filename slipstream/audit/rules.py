@@ -126,16 +126,18 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "pageable-copy",
         "wait",
-        "A copy from pageable memory is staged by the driver: the host waits, whatever non_blocking says; "
-        "torch's sync debug mode does not report it with non_blocking=True.",
+        "The driver stages a copy from pageable memory itself: whatever non_blocking says, the host copies, and waits "
+        "for the stream unless the copy is small; torch's sync debug mode does not report it with non_blocking=True.",
         COPY_FIX,
         matches.pageable,
     ),
     Rule(
         "strided-copy",
         "wait",
-        "The layouts or dtypes differ, so the data first goes through a pageable temporary on the host.",
-        "make the pinned buffer contiguous and of the target's dtype; convert and transpose on the device",
+        "The data first goes through a pageable temporary on the host: its layout does not fit, or a blocking copy "
+        "converts it there.",
+        "make the pinned buffer contiguous and of the target's shape, pass non_blocking=True; convert and transpose on "
+        "the device",
         matches.strided,
     ),
     Rule(

@@ -42,6 +42,8 @@ class FrameStats:
 
     `copies`: by direction and host memory kind ("HtoD pageable", "DtoH pinned", "DtoD") -> [count, bytes].
     `gap_before_us`: device idle time between the end of the previous frame's device work and the start of this one's.
+    `queued_us`: how much longer this frame's device work lasted after its last synchronisation call returned; None
+    without either. At or below 0 the host had waited until nothing was left to do.
     """
 
     index: int
@@ -58,6 +60,7 @@ class FrameStats:
     device_busy_us: float = 0.0
     device_span_us: float = 0.0
     gap_before_us: float = 0.0
+    queued_us: float | None = None
 
 
 @dataclass
@@ -74,6 +77,11 @@ class TraceSummary:
     idle_share: float = 0.0
     idle_between_share: float = 0.0
     unattributed: int = 0  # device activities that belong to no frame
+
+    @property
+    def drained_frames(self) -> int:
+        """Frames in which the host waited until the device had nothing left to do."""
+        return sum(f.queued_us is not None and f.queued_us <= 0 for f in self.frames)
 
     def total(self, name: str) -> Counter[str]:
         """Sum of a counting field over frames; per kind for `syncs`, `sync_us` and `copies` (counts)."""
@@ -112,6 +120,7 @@ class TraceSummary:
             "graph_launches_per_frame": self.total("graph_launches")["graph_launches"] / n,
             "copies_per_frame": sum(self.total("copies").values()) / n,
             "host_us_per_frame": sum(f.host_us for f in self.frames) / n,
+            "drained_frames": self.drained_frames,
         }
         return report
 
@@ -128,6 +137,7 @@ class TraceSummary:
             ("frames", f"{len(self.frames)}"),
             ("device idle share", f"{self.idle_share:.2%}  (between frames {self.idle_between_share:.2%})"),
             ("device span, busy", f"{self.span_us / n:.1f} µs, {self.busy_us / n:.1f} µs"),
+            ("waits that drained it", f"{self.drained_frames}"),
             ("host time", f"{sum(f.host_us for f in self.frames) / n:.1f} µs"),
         ]
         sync_us = self.total("sync_us")
@@ -230,6 +240,12 @@ def summarize(events: Iterable[Mapping[str, Any]], frame: str = "frame") -> Trac
                 if correlation is not None:
                     owner[correlation] = index_or_none
     work: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    waited: dict[int, float] = {}
+    for e in events:
+        if e.get("cat") in _HOST_CATEGORIES and _short(str(e["name"])) in SYNC_CALLS:
+            index_or_none = _frame_of(spans, e)
+            if index_or_none is not None:
+                waited[index_or_none] = max(waited.get(index_or_none, 0.0), float(e["ts"]) + float(e["dur"]))
     summary = TraceSummary(frames)
     for e in events:
         if e.get("cat") in _DEVICE_CATEGORIES:
@@ -239,6 +255,9 @@ def summarize(events: Iterable[Mapping[str, Any]], frame: str = "frame") -> Trac
                 continue
             work[index_or_none].append((float(e["ts"]), float(e["ts"]) + float(e["dur"])))
             _count_device(frames[index_or_none], e)
+    for index, until in waited.items():
+        if work[index]:
+            frames[index].queued_us = max(end for _, end in work[index]) - until
     _idle(summary, work)
     return summary
 

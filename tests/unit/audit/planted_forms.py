@@ -38,6 +38,7 @@ class Env:
         self.n = torch.full((8,), 2, dtype=torch.int64, device=self.dev)
         self.index = torch.zeros(2, dtype=torch.int64, device=self.dev)
         self.half = torch.zeros(4, 4, dtype=torch.float16, device=self.dev)
+        self.wider = torch.ones(4, 8, device=self.dev)
         self.host = torch.ones(8)
         self.host_index = torch.tensor([0, 1])
         self.pin = torch.ones(4, 4, pin_memory=True)
@@ -223,6 +224,7 @@ def bad_copy_down_strided(e):
 @form
 def good_copy_down_strided(e):
     e.pin.copy_(e.xx.t(), non_blocking=True)
+    e.pin.copy_(e.half, non_blocking=True)  # converted on the device
 
 
 @form
@@ -451,12 +453,34 @@ def good_strided_copy(e):
 
 @form
 def bad_converted(e):
-    e.half.copy_(e.pin, non_blocking=True)  # plant: strided-copy
+    e.half.copy_(e.pin)  # plant: strided-copy
 
 
 @form
 def good_converted(e):
     e.half.copy_(e.xx)
+    e.half.copy_(e.pin, non_blocking=True)  # the device converts
+
+
+@form
+def bad_spread(e):
+    e.xx.copy_(e.pin[0], non_blocking=True)  # plant: strided-copy
+
+
+@form
+def good_spread(e):
+    e.xx[0].copy_(e.pin[0], non_blocking=True)
+    e.wider[:, ::2].copy_(e.pin, non_blocking=True)  # strides of the device side cost the host nothing
+
+
+@form
+def bad_move(e):
+    return e.host.cuda() if e.dev.type == "cuda" else e.host.to(e.dev)  # plant: pageable-copy
+
+
+@form
+def good_move(e):
+    return e.out.to(e.dev, torch.float16, non_blocking=True)
 
 
 @form

@@ -73,3 +73,15 @@ def allowed():
 
 def fails():
     raise FileNotFoundError("no weights here")
+
+
+def sees_no_gpu():
+    """A proof never touches a real device, wherever it runs; attention must not ask one either."""
+    q = torch.ones(1, 4, 8, 16, device="cuda:0", dtype=torch.bfloat16)
+
+    def frame():
+        y = torch.nn.functional.scaled_dot_product_attention(q, q[:, :2], q[:, :2], is_causal=True, enable_gqa=True)
+        assert y.shape == q.shape and y.device.type == "cuda"
+        assert not torch.cuda.is_initialized() and not torch.cuda.is_available()
+
+    return Program(frame, 2)

@@ -79,6 +79,11 @@ def test_building_may_wait_but_is_not_a_frame():
     assert proof.ok and proof.frames == 2
 
 
+def test_a_proof_touches_no_device():
+    proof = prove("proof_programs:sees_no_gpu")
+    assert proof.exit_code == 0, proof.table()
+
+
 def test_exception_in_a_frame_is_a_finding_with_its_line():
     proof = prove("proof_programs:raises")
     (finding,) = proof.report.by_rule("unproven")

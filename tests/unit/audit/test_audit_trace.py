@@ -59,7 +59,7 @@ def test_counts_per_frame():
     first, second = summarize(two_frames().events).frames
     assert (first.graph_launches, first.kernel_launches, first.kernels) == (1, 1, 2)
     assert first.syncs == {"event": 1} and first.sync_us == {"event": 15.5}
-    assert first.host_us == 40 and first.copies == {}
+    assert first.host_us == 40 and first.copies == {} and first.queued_us == 150 - 35.5
     assert second.syncs == {"stream": 1} and second.sync_us == {"stream": 12.0}
     assert (second.event_queries, second.stream_waits, second.allocations) == (1, 1, 1)
     assert second.copies == {"HtoD pageable": [1, 4096], "DtoH pinned": [1, 64]}
@@ -89,6 +89,17 @@ def test_run_ahead_work_belongs_to_the_frame_that_launched_it():
 def test_overlapping_streams_count_once():
     assert union_us([(0, 10), (5, 12), (20, 21), (2, 3)]) == 13
     assert union_us([]) == 0
+
+
+def test_a_wait_for_everything_is_told_from_a_late_one():
+    t = Trace()
+    t.frame(0, 100)
+    t.host("cudaGraphLaunch", 1, device=("kernel", "frame", 10, 50, 0))
+    t.host("cudaEventSynchronize", 5, 58)  # until 63: the frame's own work ended at 60
+    t.frame(100, 100)
+    s = summarize(t.events)
+    assert [f.queued_us for f in s.frames] == [-3, None] and s.drained_frames == 1
+    assert s.report().counters["drained_frames"] == 1
 
 
 def test_other_threads_and_other_names_are_not_in_the_frame():
@@ -121,7 +132,8 @@ def test_clean_loop_has_no_finding():
         t.host("cudaGraphLaunch", i * 50 + 5, device=("kernel", "frame", 100 + i * 50, 50, 0))
         t.host("cudaEventSynchronize", i * 50 + 20, 5)
     s = summarize(t.events)
-    assert s.report().ok and s.idle_share == 0
+    assert s.report().ok and s.idle_share == 0 and s.drained_frames == 0
+    assert [f.queued_us for f in s.frames] == [150 + i * 50 - (i * 50 + 25) for i in range(5)]
     assert "device idle share" in s.table() and json.loads(s.to_json())["frames"][4]["graph_launches"] == 1
 
 

@@ -7,42 +7,23 @@ chosen by argmax or by the seeded race. Every cell runs the whole engine.
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream import LLM, SamplingParams
-from tests.support.kit import VOCAB, perturb, tiny_model_dir
+from slipstream import LLM
+from tests.support.equality_cells import FACTORS, model_dirs, run_cell
 from tests.support.pairwise import all_cells, pairwise
-from tests.support.reference import DenseReference, planted_oracle
+from tests.support.reference import DenseReference
 
-FACTORS: dict[str, Sequence[Any]] = {
-    "drafter": ("none", "ngram", "oracle", "draft-good", "draft-bad"),
-    "sampling": ("greedy", "seeded", "mixed"),
-    "batch": (1, 4, 16),
-    "page_size": (1, 16),
-    "prefix": ("miss", "hit"),
-    "chunk": (5, 256),
-    "event": ("none", "preempt", "abort", "stop"),
-    "run_ahead": (1, 2, 8),
-    "shapes": ("exact", "buckets"),
-}
 FULL = os.environ.get("SLIPSTREAM_FULL") == "1"
 CELLS = all_cells(FACTORS) if FULL else pairwise(FACTORS, seed=7)
 
 
 @pytest.fixture(scope="module")
 def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("tiny")
-    target = tiny_model_dir(root / "target", seed=1)
-    return {
-        "target": target,
-        "draft-good": perturb(target, root / "good", scale=0.02),
-        "draft-bad": tiny_model_dir(root / "bad", seed=9, layers=1),
-    }
+    return model_dirs(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -51,88 +32,6 @@ def reference(dirs: dict[str, Path]) -> DenseReference:
     return DenseReference(llm._built.model)
 
 
-def make_params(cell: dict[str, Any], i: int, max_tokens: int) -> SamplingParams:
-    kind = cell["sampling"] if cell["sampling"] != "mixed" else ("greedy", "seeded", "filtered")[i % 3]
-    if kind == "greedy":
-        return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    extra: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "min_p": 0.02} if kind == "filtered" else {}
-    return SamplingParams(temperature=0.8, seed=100 + i, max_tokens=max_tokens, ignore_eos=True, **extra)
-
-
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: "-".join(str(v) for v in c.values()))
 def test_speculative_equals_plain(cell: dict[str, Any], dirs: dict[str, Path], reference: DenseReference) -> None:
-    rng = random.Random(str(sorted(cell.items())))
-    batch = cell["batch"]
-    max_tokens = 24
-    shared = tuple(rng.randrange(VOCAB) for _ in range(40))
-    prompts = [
-        (shared if cell["prefix"] == "hit" else ()) + tuple(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30)))
-        for _ in range(batch)
-    ]
-    params = [make_params(cell, i, max_tokens) for i in range(batch)]
-    oracle = planted_oracle(
-        lambda r: reference.continuation(r.prompt_token_ids, r.params, r.child), vocab=VOCAB, seed=3
-    )
-    draft: Any = {"none": None, "ngram": "ngram", "oracle": oracle}.get(cell["drafter"], str(dirs.get(cell["drafter"])))
-    longest = max(len(p) for p in prompts) + max_tokens
-    page = cell["page_size"]
-    one = -(-(longest + 8) // page)
-    # Under pressure the pool holds little more than one sequence.
-    pages = one + one // 2 + 2 if cell["event"] == "preempt" else one * (batch + 2)
-    options: dict[str, Any] = {}
-    if cell["shapes"] == "buckets":
-        options = {"slot_buckets": (1, 2, 4, 8, 16), "row_tiers": (1, 2, 4)}
-    llm = LLM(
-        model=str(dirs["target"]), dtype="float64", draft=draft, num_drafts=None if draft is None else 3,
-        run_ahead=cell["run_ahead"], page_size=page, num_pages=pages, prefill_chunk=cell["chunk"],
-        max_slots=16, max_model_len=longest, **options,
-    )  # fmt: skip
-    if cell["prefix"] == "hit":
-        llm.generate(list(shared), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    want = [reference.continuation(p, s) for p, s in zip(prompts, params, strict=True)]
-    if cell["event"] == "abort":
-        victim = llm.stream(list(prompts[0]), params[0])
-        next(victim)
-        rest = [llm._submit(*llm._prepare(list(p), s)) for p, s in zip(prompts, params, strict=True)]
-        got: dict[str, list[int]] = {}
-        for turn in range(10_000):
-            if turn == 2:
-                victim.close()
-            for chunk in llm._step():
-                if chunk.output is not None:
-                    got[chunk.output.request_id] = chunk.output.outputs[0].token_ids
-            if all(r in got for r in rest):
-                break
-        assert [got[r] for r in rest] == want
-    elif cell["event"] == "stop":
-        # The stop string is the text of a token pair from the middle of each continuation.
-        stopped = []
-        for tokens, s in zip(want, params, strict=True):
-            text = llm.tokenizer.decode(tokens[8:10]).strip()
-            stopped.append(SamplingParams(**{**_fields(s), "stop": [text]}))
-        outs = llm.generate([list(p) for p in prompts], stopped)
-        for out, tokens, s in zip(outs, want, stopped, strict=True):
-            n, text = cut_by_hand(llm, tokens, s.stop[0])
-            assert out.outputs[0].finish_reason == "stop"
-            assert out.outputs[0].token_ids == tokens[:n]
-            assert out.outputs[0].text == text
-    else:
-        outs = llm.generate([list(p) for p in prompts], params)
-        assert [o.outputs[0].token_ids for o in outs] == want
-        assert all(o.outputs[0].finish_reason == "length" for o in outs)
-        if cell["drafter"] in ("oracle", "draft-good"):
-            assert sum(o.spec.accepted for o in outs) > 0
-    llm.check_idle()
-
-
-def _fields(s: SamplingParams) -> dict[str, Any]:
-    return {k: getattr(s, k) for k in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "ignore_eos")}
-
-
-def cut_by_hand(llm: LLM, tokens: list[int], stop: str) -> tuple[int, str]:
-    """Fewest tokens whose text contains the stop string, and the text before it."""
-    for n in range(1, len(tokens) + 1):
-        text = llm.tokenizer.decode(tokens[:n])
-        if stop in text:
-            return n, text[: text.index(stop)]
-    raise AssertionError("the stop string does not occur")
+    run_cell(cell, dirs, reference, dtype="float64")

@@ -18,6 +18,7 @@ from slipstream.device.frame import Frame
 from slipstream.device.staging import UploadRing
 from slipstream.device.state import SlotState
 from slipstream.draft.ngram import NgramDrafter
+from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
 from slipstream.models.config import parse_hf_config
@@ -48,11 +49,26 @@ KERNELS = (
 )
 
 
+LIBRARY_KERNELS = (
+    "slipstream::norm_prepare",
+    "slipstream::rope_kv_write",
+    "slipstream::paged_attention",
+    "slipstream::residual_prepare",
+    "slipstream::silu_mul",
+    "slipstream::rms_norm",
+    "slipstream::argmax_rows",
+    "slipstream::pack_rows",
+    "slipstream::ngram_draft",
+)
+"""In a frame of so many rows that the library multiplies."""
+
+
 def build(kind: str = "greedy", plant: str = "") -> Program:
     """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
 
-    kind: greedy or sampled. plant: "module:function" that puts a known fault back into a production function, to
-    see that the proof turns red (tests/unit/test_frame_proof.py).
+    kind: greedy, sampled, or library: greedy with the kernels that stand between library products. plant:
+    "module:function" that puts a known fault back into a production function, to see that the proof turns red
+    (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts)
@@ -69,9 +85,10 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         chunk_rows=engine.prefill_chunk, device=device,
     )  # fmt: skip
     workspace = Workspace(device)
+    cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
     frame = Frame(
         model=model, kv=kv, state=state, drafter=NgramDrafter(slots=slots, max_drafts=drafts, device=device),
-        fused=FusedDecoder(model, kv, workspace), workspace=workspace,
+        fused=FusedDecoder(model, kv, workspace, config=cut), workspace=workspace,
     )  # fmt: skip
     if plant:
         module, _, name = plant.partition(":")
@@ -90,7 +107,8 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             last = sum(s.last for s in plan.prefill)
             assert frame.prefill(plan, plan.prefill, last) is not None
 
-    return Program(one, 2, (*KERNELS, "slipstream::close_round" if sampled else "slipstream::close_greedy"))
+    kernels = LIBRARY_KERNELS if kind == "library" else KERNELS
+    return Program(one, 2, (*kernels, "slipstream::close_round" if sampled else "slipstream::close_greedy"))
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:

@@ -108,8 +108,9 @@ class Frame:
         if self.fused is not None and plan.rows <= self.fused.max_rows:
             wanted = plan.sampled or plan.min_tokens
             out = self.fused.run(
-                rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted, taps=self.taps, hidden=self.reads_hidden
-            )
+                rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted, taps=self.taps,
+                hidden=self.reads_hidden, width=plan.width,
+            )  # fmt: skip
             return out.logits_RV, None if wanted else out.target_R, self._rows(rows, slot_B, out.taps, out.hidden_RH)
         cache_slot_R = cache_slots(table_SP, rows.slot_R, rows.pos_R, self.kv.page_size)
         attention: AttentionContext

@@ -23,6 +23,7 @@ def paged_attention(
     partial: Tensor,
     counters: Tensor,
     pdl: bool = False,
+    per_slot: int = 1,
 ) -> Tensor:
     """softmax(q K^T * scale) V, [R, N, D]: row r sees cache positions 0..pos_R[r] of slot_R[r].
 
@@ -30,6 +31,7 @@ def paged_attention(
     pos + 1 + j besides: in-flight row j of the slot. Rows of slot 0 give zeros. Rows of one slot should be
     neighbours: then they share what they read. k, v [pages, page size, K, D]; cells that no row may see can
     hold anything. table [slots, pages per slot]; slot, pos [R]: int32 or int64. partial, counters: a Workspace.
+    per_slot: how many rows a slot has, a hint for the cut.
     """
     heads, dim = q_RND.shape[1], q_RND.shape[2]
     page_size, kv_heads = k_PSKD.shape[1], k_PSKD.shape[2]
@@ -54,7 +56,7 @@ def paged_attention(
 @paged_attention.register_fake
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor,
-    tree_R: Tensor | None, scale: float, partial: Tensor, counters: Tensor, pdl: bool = False,
+    tree_R: Tensor | None, scale: float, partial: Tensor, counters: Tensor, pdl: bool = False, per_slot: int = 1,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(q_RND)
 
@@ -62,14 +64,15 @@ def _(
 @paged_attention.register_kernel("cuda")
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor,
-    tree_R: Tensor | None, scale: float, partial: Tensor, counters: Tensor, pdl: bool = False,
+    tree_R: Tensor | None, scale: float, partial: Tensor, counters: Tensor, pdl: bool = False, per_slot: int = 1,
 ) -> Tensor:  # fmt: skip
     from slipstream.kernels.jit import attention
 
     rows, heads, dim = q_RND.shape
-    c = attention_config(rows, dim)
-    need = rows * heads * c.splits * (dim + 2) if c.splits > 1 else 0
-    assert need <= partial.numel() and rows * k_PSKD.shape[2] <= counters.numel(), "the workspace is too small"
+    c = attention_config(rows, dim, per_slot)
+    if c.splits > 1:
+        need, tiles = rows * heads * c.splits * (dim + 2), rows * k_PSKD.shape[2]
+        assert need <= partial.numel() and tiles <= counters.numel(), "the workspace is too small"
     out_RND = torch.empty_like(q_RND, memory_format=torch.contiguous_format)
     attention.launch_paged_attention(
         q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R, pos_R, tree_R, partial, counters,

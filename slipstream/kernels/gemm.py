@@ -1,4 +1,4 @@
-"""Weight-streaming products for up to 64 rows, fused with what stands around them in a decoder layer.
+"""Weight-streaming products for up to 128 rows, fused with what stands around them in a decoder layer.
 
 RMSNorm before a product comes in its streaming form (kernels/norm.py): x holds x * gain, sq_TR [T, R] float32 the
 tiles' shares of each row's sum of squares, and the product's result is scaled by rsqrt(sum(sq) / K + eps).

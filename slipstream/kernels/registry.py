@@ -18,6 +18,7 @@ KERNELS: dict[str, str] = {
     "rms_norm": "slipstream.kernels.norm",
     "residual_norm": "slipstream.kernels.norm",
     "norm_prepare": "slipstream.kernels.norm",
+    "residual_prepare": "slipstream.kernels.norm",
     "silu_mul": "slipstream.kernels.norm",
     "argmax_rows": "slipstream.kernels.sample",
     "argmax_finish": "slipstream.kernels.sample",

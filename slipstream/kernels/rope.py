@@ -1,9 +1,11 @@
-"""qk-norm, rotary embedding and KV write. Sources: Su et al. (2021); head-wise RMSNorm as in Qwen3."""
+"""Bias, qk-norm, rotary embedding and KV write. Sources: Su et al. (2021); head-wise RMSNorm as in Qwen3."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from slipstream.kernels.norm import rstd
 
 OP = "slipstream::"
 
@@ -23,6 +25,10 @@ def rope_kv_write(
     kv_pos_R: Tensor,
     heads: int,
     eps: float,
+    bias_M: Tensor | None = None,
+    sq_TR: Tensor | None = None,
+    width: int = 1,
+    norm_eps: float = 0.0,
     pdl: bool = False,
 ) -> Tensor:
     """Rotated q [R, heads, D]; the rows' k and v go to the cache.
@@ -30,11 +36,16 @@ def rope_kv_write(
     qkv_RM [R, (heads + 2 K) D]; k, v [pages, page size, K, D], changed in place; cos, sin [positions, D / 2]
     float32, rope positions clamp to them; gains [D] or None: RMSNorm of each q and k head before the rotation.
     table [slots, pages per slot], slot, positions [R]: int32 or int64. A row of slot 0, or with a cache position
-    that the table does not cover, is written to page 0, the sink.
+    that the table does not cover, is written to page 0, the sink. Before all else qkv becomes rstd * qkv + bias;
+    rstd = rsqrt(sum(sq) / width + norm_eps), or 1 without sq_TR.
     """
     kv_heads, dim = k_PSKD.shape[2], k_PSKD.shape[3]
-    wide_RND = qkv_RM.view(qkv_RM.shape[0], -1, dim)
-    wide_RND = wide_RND if qkv_RM.dtype == torch.float64 else wide_RND.float()
+    wide_RM = qkv_RM if qkv_RM.dtype == torch.float64 else qkv_RM.float()
+    if sq_TR is not None:
+        wide_RM = wide_RM * rstd(sq_TR, width, norm_eps, wide_RM.dtype)
+    if bias_M is not None:
+        wide_RM = wide_RM + bias_M.to(wide_RM.dtype)
+    wide_RND = wide_RM.view(qkv_RM.shape[0], -1, dim)
     q_RND, k_RKD = wide_RND[:, :heads], wide_RND[:, heads : heads + kv_heads]
     if q_gain_D is not None and k_gain_D is not None:
         q_RND, k_RKD = head_norm(q_RND, q_gain_D, eps), head_norm(k_RKD, k_gain_D, eps)
@@ -70,7 +81,8 @@ def cache_cells(table_SP: Tensor, slot_R: Tensor, pos_R: Tensor, page_size: int)
 def _(
     qkv_RM: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, cos_LD: Tensor, sin_LD: Tensor, q_gain_D: Tensor | None,
     k_gain_D: Tensor | None, table_SP: Tensor, slot_R: Tensor, rope_pos_R: Tensor, kv_pos_R: Tensor, heads: int,
-    eps: float, pdl: bool = False,
+    eps: float, bias_M: Tensor | None = None, sq_TR: Tensor | None = None, width: int = 1, norm_eps: float = 0.0,
+    pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     return qkv_RM.new_empty(qkv_RM.shape[0], heads, k_PSKD.shape[3])
 
@@ -79,13 +91,14 @@ def _(
 def _(
     qkv_RM: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, cos_LD: Tensor, sin_LD: Tensor, q_gain_D: Tensor | None,
     k_gain_D: Tensor | None, table_SP: Tensor, slot_R: Tensor, rope_pos_R: Tensor, kv_pos_R: Tensor, heads: int,
-    eps: float, pdl: bool = False,
+    eps: float, bias_M: Tensor | None = None, sq_TR: Tensor | None = None, width: int = 1, norm_eps: float = 0.0,
+    pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     from slipstream.kernels.jit import rope
 
     q_RND = qkv_RM.new_empty(qkv_RM.shape[0], heads, k_PSKD.shape[3])
     rope.launch_rope_kv_write(
         qkv_RM.contiguous(), q_RND, k_PSKD, v_PSKD, cos_LD, sin_LD, q_gain_D, k_gain_D, table_SP, slot_R,
-        rope_pos_R, kv_pos_R, heads=heads, eps=eps, pdl=pdl,
+        rope_pos_R, kv_pos_R, heads=heads, eps=eps, bias=bias_M, sq=sq_TR, width=width, norm_eps=norm_eps, pdl=pdl,
     )  # fmt: skip
     return q_RND

@@ -9,8 +9,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-MAX_STREAM_ROWS = 64
-"""Most rows of a weight-streaming product; above that a library product is faster."""
+MAX_STREAM_ROWS = 128
+"""Most rows that a weight-streaming product can take; `PassConfig` says up to where it is used."""
+
+MAX_FUSED_ROWS = 2048
+"""Most rows of one fused pass, frame or prompt chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassConfig:
+    """Most rows at which each product of a pass streams; above, the library multiplies and small kernels follow.
+
+    library_pdl: the kernel behind a library product is a dependent launch too.
+    """
+
+    rope: int = 64
+    residual: int = 64
+    silu: int = 64
+    head: int = 64
+    library_pdl: bool = False
+
+    def __post_init__(self) -> None:
+        most = max(self.rope, self.residual, self.silu, self.head)
+        assert most <= MAX_STREAM_ROWS, f"products stream up to {MAX_STREAM_ROWS} rows, not {most}"
 
 
 class Epilogue(IntEnum):
@@ -41,51 +62,57 @@ class GemmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """block: keys per step. splits: programs that share the keys of a tile."""
+    """block: keys per step. splits: programs that share the keys of a tile. queries: rows x heads of a tile."""
 
     splits: int = 8
     block: int = 64
     warps: int = 4
     stages: int = 2
+    queries: int = 16
 
 
 def rows_bucket(rows: int) -> int:
-    """Rows of the activation tile: 16, 32 or 64."""
-    return 16 if rows <= 16 else 32 if rows <= 32 else 64
+    """Rows of the activation tile: 16, 32, 64 or 128."""
+    return 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
 
 
-_MEASURED: dict[tuple[Epilogue, int, int], tuple[GemmConfig, GemmConfig]] = {
-    # (epilogue, outputs N, K): up to 16 rows, up to 64 rows
-    (Epilogue.ROPE, 6144, 4096): (
-        GemmConfig(bk=64, split=8, stages=3, hold=True),
-        GemmConfig(bk=64, split=8, stages=3, hold=True),
-    ),
-    (Epilogue.RESIDUAL, 4096, 4096): (
-        GemmConfig(split=4, stages=3, hold=True),
-        GemmConfig(split=4, stages=3, hold=True),
-    ),
-    (Epilogue.RESIDUAL, 4096, 14336): (
-        GemmConfig(split=4, stages=4, hold=True),
-        GemmConfig(bn=128, split=4, stages=3, hold=True),
-    ),
-    (Epilogue.ROPE, 3072, 2048): (GemmConfig(split=4, stages=3), GemmConfig(split=4, stages=3)),
-    (Epilogue.RESIDUAL, 2048, 2048): (GemmConfig(bk=256, split=4, stages=3), GemmConfig(bk=256, split=4, stages=3)),
-    (Epilogue.RESIDUAL, 2048, 8192): (GemmConfig(bk=256, split=4, stages=3), GemmConfig(bk=256, split=4, stages=3)),
+_MEASURED: dict[tuple[Epilogue, int, int], dict[int, GemmConfig]] = {
+    # (epilogue, outputs N, K): from this `rows_bucket` on. bench/tune_stream.py prints such lines.
+    (Epilogue.ROPE, 6144, 4096): {
+        16: GemmConfig(bk=64, split=8, stages=3, hold=True),
+        128: GemmConfig(bk=64, split=4, warps=8),
+    },
+    (Epilogue.RESIDUAL, 4096, 4096): {
+        16: GemmConfig(split=4, stages=3, hold=True),
+        128: GemmConfig(split=4, stages=3),
+    },
+    (Epilogue.RESIDUAL, 4096, 14336): {
+        16: GemmConfig(split=4, stages=4, hold=True),
+        32: GemmConfig(bn=128, split=4, stages=3, hold=True),
+        128: GemmConfig(bn=128, bk=64, split=4, warps=8),
+    },
+    (Epilogue.ROPE, 3072, 2048): {16: GemmConfig(split=4, stages=3), 128: GemmConfig(bk=64, split=4, warps=8)},
+    (Epilogue.RESIDUAL, 2048, 2048): {16: GemmConfig(bk=256, split=4, stages=3), 128: GemmConfig(split=4, stages=3)},
+    (Epilogue.RESIDUAL, 2048, 8192): {16: GemmConfig(bk=256, split=4, stages=3), 128: GemmConfig(split=4, stages=3)},
 }
 
 
 def gemm_config(epilogue: Epilogue, outputs: int, k: int, rows: int, itemsize: int = 2) -> GemmConfig:
     """Configuration for `outputs` values per row (SILU: after the product; ROPE: all of q, k, v)."""
-    few = rows <= 16
     if itemsize != 2:
         return GemmConfig(bk=32, split=_split(epilogue, outputs, k, 32), stages=2)
+    bucket = rows_bucket(rows)
     found = _MEASURED.get((epilogue, outputs, k))
     if found is not None:
-        return found[0] if few else found[1]
+        return found[max(b for b in found if b <= bucket)]
     if epilogue is Epilogue.HEAD:
-        bn = 64 if few else 128
-        bk = 128 if few else 64
-        return GemmConfig(bn=bn, bk=bk, stages=4, tma=outputs % bn == 0 and k % bk == 0)
+        bn, bk = (64, 128) if bucket == 16 else (128, 64)
+        return GemmConfig(
+            bn=bn, bk=bk, warps=8 if bucket == 128 else 4, stages=4, tma=outputs % bn == 0 and k % bk == 0
+        )
+    if epilogue in (Epilogue.SILU, Epilogue.ROPE) and bucket == 128:
+        # Two weight tiles beside 128 rows: shared memory holds no longer step, registers need two warpgroups.
+        return GemmConfig(bk=64, split=_split(epilogue, outputs, k, 128), warps=8)
     if epilogue is Epilogue.SILU:
         return GemmConfig(split=_split(epilogue, outputs, k, 128))
     return GemmConfig(split=_split(epilogue, outputs, k, 128), stages=3)
@@ -102,10 +129,18 @@ def _split(epilogue: Epilogue, outputs: int, k: int, bk: int) -> int:
     return split
 
 
-def attention_config(rows: int, dim: int = 128) -> AttentionConfig:
-    """Few rows: many splits, to use the whole GPU. Many rows fill it by themselves."""
-    if rows <= 4:
+def attention_config(rows: int, dim: int = 128, per_slot: int = 1) -> AttentionConfig:
+    """Few slots: many splits, to use the whole GPU. Many slots fill it by themselves.
+
+    per_slot: rows of one slot. Frames of as many slots are cut alike whatever their rows, so a row's result is the
+    same with drafts as without.
+    """
+    if per_slot > 64:
+        # Prompts: many rows share what they read, and there are enough of them to fill the GPU.
+        return AttentionConfig(splits=1, block=64, queries=64)
+    slots = -(-rows // per_slot)
+    if slots <= 4:
         return AttentionConfig(splits=8, block=64, warps=8)
-    if rows <= 16 or dim <= 64:
-        return AttentionConfig(splits=4 if rows <= 16 else 2, block=128)
+    if slots <= 16 or dim <= 64:
+        return AttentionConfig(splits=4 if slots <= 16 else 2, block=128)
     return AttentionConfig(splits=2, block=32, stages=3)

@@ -1,22 +1,26 @@
-"""A decoder's pass for few rows as a chain of fused kernels: five launches a layer.
+"""A decoder's pass over flat rows as a chain of fused kernels.
 
-qkv product (norm, RoPE and KV write inside), attention, o product (residual), gate-up product (norm, SwiGLU), down
-product (residual). The same weights as the plain pass; no copy is made.
+Few rows: five launches a layer, all weight-streaming products (qkv with norm, RoPE and KV write inside; attention;
+o with the residual; gate-up with norm and SwiGLU; down with the residual). Many rows: the library multiplies and our
+kernels stand between, nine launches a layer. `PassConfig` says per product where one becomes the other; both leave
+the residual stream in the same form, so they mix. The same weights as the plain pass; no copy is made.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.gemm import stream_head, stream_residual, stream_rope, stream_swiglu
-from slipstream.kernels.norm import norm_prepare, rms_norm
-from slipstream.kernels.sample import argmax_finish
-from slipstream.kernels.tuning import MAX_STREAM_ROWS
+from slipstream.kernels.norm import norm_prepare, residual_prepare, rms_norm, silu_mul
+from slipstream.kernels.rope import rope_kv_write
+from slipstream.kernels.sample import argmax_finish, argmax_rows
+from slipstream.kernels.tuning import MAX_FUSED_ROWS, PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
 from slipstream.models.decoder import Decoder
@@ -39,13 +43,42 @@ class FusedOutput:
     hidden_RH: Tensor | None
 
 
+class Stream(NamedTuple):
+    """The residual stream h [R, H], h * gain of the norm that follows, and shares [T, R] of h's sums of squares."""
+
+    h_RH: Tensor
+    x_RH: Tensor
+    sq_TR: Tensor
+
+
+class Rows(NamedTuple):
+    """Where the rows stand: slot and position of each, the page table, and how many rows a slot has."""
+
+    slot_R: Tensor
+    pos_R: Tensor
+    table_SP: Tensor
+    per_slot: int
+
+
 class FusedDecoder:
     """Runs `decoder` over flat rows against paged KV. Build it only where `fits` says so."""
 
-    max_rows = MAX_STREAM_ROWS
+    max_rows = MAX_FUSED_ROWS
 
-    def __init__(self, decoder: Decoder, kv: KVPages, workspace: Workspace, *, pdl: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVPages,
+        workspace: Workspace,
+        *,
+        pdl: bool = False,
+        config: PassConfig | None = None,
+    ) -> None:
+        """pdl: programmatic dependent launches. config: another cut than the measured one."""
         self.decoder, self.kv, self.workspace, self.pdl = decoder, kv, workspace, pdl
+        self.config = PassConfig() if config is None else config
+        # Launches right behind a library product.
+        self.pdl_after = pdl and self.config.library_pdl
         c = decoder.config
         inv_D, factor = inverse_frequencies(c.rope, c.head_dim)
         angle_LD = torch.outer(torch.arange(c.max_position_embeddings, dtype=torch.float32), inv_D.float())
@@ -79,41 +112,104 @@ class FusedDecoder:
         logits: bool,
         taps: tuple[int, ...] = (),
         hidden: bool = False,
+        width: int = 1,
     ) -> FusedOutput:
         """One pass. Rows of slot 0 are padding: they write to the sink and their result means nothing.
 
-        logits=False: only the argmax is wanted. taps, hidden: as `Model.forward` gives them.
+        logits=False: only the argmax is wanted. taps, hidden: as `Model.forward` gives them. width: rows per slot.
         """
-        d, ws, pdl = self.decoder, self.workspace, self.pdl
-        c, partial, counters = d.config, ws.partial, ws.counters
-        eps, scale = c.rms_norm_eps, c.head_dim**-0.5
-        blocks: list[Any] = list(d.blocks)
-        h_RH = d.embed(token_R)
-        x_RH, sq_TR = norm_prepare(h_RH, blocks[0].input_norm.weight, pdl)
+        stream, tapped = self._layers(token_R, Rows(slot_R, pos_R, table_SP, width), taps)
+        d, pdl = self.decoder, self.pdl
+        eps, head = d.config.rms_norm_eps, self._weight(d.head)
+        streamed = token_R.shape[0] <= self.config.head
+        hidden_RH = rms_norm(stream.h_RH, d.norm.weight, eps, pdl) if hidden or not streamed else None
+        if streamed:
+            ws = self.workspace
+            logits_RV, best_TR, where_TR = stream_head(
+                stream.x_RH, head, stream.sq_TR, eps, ws.partial, ws.counters, logits, pdl
+            )
+            target_R = argmax_finish(best_TR, where_TR, d.config.vocab_size, pdl)
+        else:
+            assert hidden_RH is not None
+            logits_RV = wide_product(hidden_RH, head)
+            target_R = argmax_rows(logits_RV, self.pdl_after)
+        return FusedOutput(logits_RV=logits_RV, target_R=target_R, taps=tapped, hidden_RH=hidden_RH if hidden else None)
+
+    def forward(
+        self, token_R: Tensor, slot_R: Tensor, pos_R: Tensor, table_SP: Tensor, *, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The pass without the head, for prompts: what `Model.forward` gives, hidden states [R, H] and taps."""
+        stream, tapped = self._layers(token_R, Rows(slot_R, pos_R, table_SP, token_R.shape[0]), taps)
+        d = self.decoder
+        return rms_norm(stream.h_RH, d.norm.weight, d.config.rms_norm_eps, self.pdl), tapped
+
+    def _layers(self, token_R: Tensor, rows: Rows, taps: tuple[int, ...]) -> tuple[Stream, list[Tensor]]:
+        blocks: list[Any] = list(self.decoder.blocks)
+        ws, scale = self.workspace, self.decoder.config.head_dim**-0.5
+        h_RH = self.decoder.embed(token_R)
+        stream = Stream(h_RH, *norm_prepare(h_RH, blocks[0].input_norm.weight, self.pdl))
         tapped: dict[int, Tensor] = {}
         for i, (block, gain_H, (k_PSKD, v_PSKD)) in enumerate(zip(blocks, self.gains, self.kv.paged, strict=True)):
             if i in taps:
-                tapped[i] = h_RH
-            q_gain = block.q_norm.weight if c.qk_norm else None
-            k_gain = block.k_norm.weight if c.qk_norm else None
-            q_RND = stream_rope(
-                x_RH, block.qkv.weight_NK, block.qkv.bias_N, sq_TR, eps, k_PSKD, v_PSKD, self.cos_LD, self.sin_LD,
-                q_gain, k_gain, eps, table_SP, slot_R, pos_R, pos_R, c.num_heads, partial, counters, pdl,
+                tapped[i] = stream.h_RH
+            q_RND = self._qkv(block, stream, k_PSKD, v_PSKD, rows)
+            o_RND = paged_attention(
+                q_RND, k_PSKD, v_PSKD, rows.table_SP, rows.slot_R, rows.pos_R, None, scale, ws.partial, ws.counters,
+                self.pdl, rows.per_slot,
             )  # fmt: skip
-            o_RND = paged_attention(q_RND, k_PSKD, v_PSKD, table_SP, slot_R, pos_R, None, scale, partial, counters, pdl)
-            h_RH, x_RH, sq_TR = stream_residual(
-                o_RND.view(token_R.shape[0], -1),
-                block.o.weight_NK,
-                h_RH,
-                block.post_norm.weight,
-                partial,
-                counters,
-                pdl,
+            stream = self._residual(o_RND.flatten(1), block.o, stream.h_RH, block.post_norm.weight)
+            stream = self._residual(self._swiglu(block, stream), block.down, stream.h_RH, gain_H)
+        return stream, [tapped[i] for i in taps]
+
+    def _qkv(self, block: Any, stream: Stream, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows) -> Tensor:
+        """Rotated q [R, N, D]; k and v go to the cache."""
+        c, ws, eps = self.decoder.config, self.workspace, self.decoder.config.rms_norm_eps
+        gains = (block.q_norm.weight, block.k_norm.weight) if c.qk_norm else (None, None)
+        weight_MH, bias_M = self._weight(block.qkv), block.qkv.bias_N
+        at = (rows.table_SP, rows.slot_R, rows.pos_R, rows.pos_R, c.num_heads)
+        q_RND: Tensor
+        if stream.h_RH.shape[0] <= self.config.rope:
+            q_RND = stream_rope(
+                stream.x_RH, weight_MH, bias_M, stream.sq_TR, eps, k_PSKD, v_PSKD, self.cos_LD, self.sin_LD, *gains,
+                eps, *at, ws.partial, ws.counters, self.pdl,
+            )  # fmt: skip
+        else:
+            q_RND = rope_kv_write(
+                F.linear(stream.x_RH, weight_MH), k_PSKD, v_PSKD, self.cos_LD, self.sin_LD, *gains, *at, eps, bias_M,
+                stream.sq_TR, c.hidden_size, eps, self.pdl_after,
+            )  # fmt: skip
+        return q_RND
+
+    def _swiglu(self, block: Any, stream: Stream) -> Tensor:
+        """silu(gate) * up [R, I]."""
+        c, ws, weight_NH = self.decoder.config, self.workspace, self._weight(block.gate_up)
+        a_RI: Tensor
+        if stream.h_RH.shape[0] <= self.config.silu:
+            a_RI = stream_swiglu(
+                stream.x_RH, weight_NH, stream.sq_TR, c.rms_norm_eps, ws.partial, ws.counters, self.pdl
             )
-            a_RI = stream_swiglu(x_RH, block.gate_up.weight_NK, sq_TR, eps, partial, counters, pdl)
-            h_RH, x_RH, sq_TR = stream_residual(a_RI, block.down.weight_NK, h_RH, gain_H, partial, counters, pdl)
-        hidden_RH = rms_norm(h_RH, d.norm.weight, eps, pdl) if hidden else None
-        head: Any = d.head
-        logits_RV, best_TR, where_TR = stream_head(x_RH, head.weight_NK, sq_TR, eps, partial, counters, logits, pdl)
-        target_R = argmax_finish(best_TR, where_TR, c.vocab_size, pdl)
-        return FusedOutput(logits_RV=logits_RV, target_R=target_R, taps=[tapped[i] for i in taps], hidden_RH=hidden_RH)
+        else:
+            product_RN = F.linear(stream.x_RH, weight_NH)
+            a_RI = silu_mul(product_RN, stream.sq_TR, c.hidden_size, c.rms_norm_eps, self.pdl_after)
+        return a_RI
+
+    def _residual(self, x_RK: Tensor, layer: Any, h_RH: Tensor, gain_H: Tensor) -> Stream:
+        """h + x @ w^T, and the first half of the norm that follows."""
+        ws, weight_HK = self.workspace, self._weight(layer)
+        if x_RK.shape[0] <= self.config.residual:
+            return Stream(*stream_residual(x_RK, weight_HK, h_RH, gain_H, ws.partial, ws.counters, self.pdl))
+        return Stream(*residual_prepare(F.linear(x_RK, weight_HK), h_RH, gain_H, self.pdl_after))
+
+    @staticmethod
+    def _weight(layer: Any) -> Tensor:
+        weight_NK: Tensor = layer.weight_NK
+        return weight_NK
+
+
+def wide_product(x_RK: Tensor, w_NK: Tensor) -> Tensor:
+    """x @ w^T in float32: logits that are not rounded to bf16, as the streaming head gives them."""
+    if x_RK.dtype == torch.float32:
+        return F.linear(x_RK, w_NK)
+    if x_RK.device.type == "cuda":
+        return torch.mm(x_RK, w_NK.T, out_dtype=torch.float32)
+    return F.linear(x_RK.float(), w_NK.float())

@@ -43,7 +43,7 @@ def wide(x: torch.Tensor | None) -> torch.Tensor | None:
 SHAPES = [(256, 512), (4096, 4096), (6144, 4096), (2048, 8192), (3072, 2048), (960, 576), (130, 200)]
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 64])
+@pytest.mark.parametrize("rows", [1, 5, 16, 17, 32, 64, 65, 128])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products(dtype: torch.dtype, rows: int) -> None:
     limit = LIMIT[dtype]
@@ -109,9 +109,13 @@ def test_attention(dtype: torch.dtype, tree: bool, page: int, dim: int, heads: i
         q = torch.randn(case.slot.shape[0], heads, dim).to(dtype)
         ws = work()
         cuda = [t if t is None else t.cuda() for t in (case.table, case.slot, case.pos, case.tree)]
-        got = attention.paged_attention(q.cuda(), case.k.cuda(), case.v.cuda(), *cuda, dim**-0.5, *ws)
-        assert relative_error(got, attention_by_loops(q, case, dim**-0.5)) < LIMIT[dtype]
-        assert (got[cuda[1] == 0] == 0).all() and not ws[1].any()
+        want = attention_by_loops(q, case, dim**-0.5)
+        for per_slot in (1, 4, 100):
+            got = attention.paged_attention(
+                q.cuda(), case.k.cuda(), case.v.cuda(), *cuda, dim**-0.5, *ws, False, per_slot
+            )
+            assert relative_error(got, want) < LIMIT[dtype]
+            assert (got[cuda[1] == 0] == 0).all() and not ws[1].any()
 
 
 def test_a_row_does_not_see_its_neighbours() -> None:
@@ -182,11 +186,14 @@ def test_norms_and_activation() -> None:
         for rows, n in ((1, 4096), (33, 576)):
             x, res, gain = randn(rows, n, dtype=dtype), randn(rows, n, dtype=dtype), randn(n, dtype=dtype)
             X, S, G = wide(x), wide(res), wide(gain)
+            SQ = torch.rand(5, rows, device="cuda") * n / 5
             pairs = [
                 (norm.rms_norm(x, gain, 1e-5), norm.rms_norm(X, G, 1e-5)),
                 (norm.silu_mul(x), norm.silu_mul(X)),
+                (norm.silu_mul(x, SQ, n, 1e-5), norm.silu_mul(X, wide(SQ), n, 1e-5)),
                 *zip(norm.residual_norm(x, res, gain, 1e-5), norm.residual_norm(X, S, G, 1e-5), strict=True),
                 *zip(norm.norm_prepare(x, gain), norm.norm_prepare(X, G), strict=True),
+                *zip(norm.residual_prepare(x, res, gain), norm.residual_prepare(X, S, G), strict=True),
             ]
             for got, want in pairs:
                 assert relative_error(got, want) < LIMIT[dtype]
@@ -230,8 +237,8 @@ def test_greedy_verify_and_ngram_are_the_references() -> None:
 
 
 def test_what_a_product_cannot_take_is_refused() -> None:
-    x, w = randn(65, 64, dtype=torch.bfloat16), randn(128, 64, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="64 rows, not 65"):
+    x, w = randn(129, 64, dtype=torch.bfloat16), randn(128, 64, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="128 rows, not 129"):
         gemm.stream_linear(x, w, None, None, 0.0, *work())
     with pytest.raises(UnsupportedError, match="contiguous"):
         gemm.stream_linear(x[:2, ::2], w[:, :32], None, None, 0.0, *work())

@@ -9,12 +9,12 @@ from slipstream.audit import prove
 TARGET = "slipstream.benchmark.frame_program:build"
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "library"])
 def test_the_frame_is_clean(kind: str) -> None:
     proof = prove(TARGET, args=[kind])
     assert proof.exit_code == 0, proof.table()
     assert proof.frames == 2 and proof.ops > 300
-    assert proof.kernels["slipstream::stream_rope"] == 4
+    assert proof.kernels["slipstream::rope_kv_write" if kind == "library" else "slipstream::stream_rope"] == 4
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,18 @@ def residual_norm_kernel(
     tl.store(out_ptr + at, (f * gain).to(out_ptr.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def row_rstd(sq_ptr, row, R, width, eps, TILES: tl.constexpr, PAD: tl.constexpr):
+    """The second half of a row's RMSNorm over `width` values: 1 / rms from the tiles' shares [TILES, R]."""
+    t = tl.arange(0, PAD)
+    return tl.rsqrt(tl.sum(tl.load(sq_ptr + t * R + row, mask=t < TILES, other=0.0), axis=0) / width + eps)
+
+
 @triton.jit(do_not_specialize=["R"])
-def silu_mul_kernel(x_ptr, out_ptr, R, I, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def silu_mul_kernel(
+    x_ptr, sq_ptr, out_ptr, R, I, width, eps,
+    BLOCK: tl.constexpr, SQ_TILES: tl.constexpr, SQ_PAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (R, cdiv(I, BLOCK)); x is [R, 2 * I], gate then up."""
     row = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -50,6 +60,10 @@ def silu_mul_kernel(x_ptr, out_ptr, R, I, BLOCK: tl.constexpr, PDL: tl.constexpr
     at = row.to(tl.int64) * (2 * I) + i
     gate = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + at + I, mask=ok, other=0.0).to(tl.float32)
+    if SQ_TILES > 0:
+        rstd = row_rstd(sq_ptr, row, R, width, eps, SQ_TILES, SQ_PAD)
+        gate = gate * rstd
+        up = up * rstd
     out = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out_ptr + row.to(tl.int64) * I + i, out.to(out_ptr.dtype.element_ty), mask=ok)
 
@@ -64,8 +78,10 @@ def launch_residual_norm(x, res, gain, total, out, squares, *, eps, pdl):
     )  # fmt: skip
 
 
-def launch_silu_mul(x, out, *, pdl):
+def launch_silu_mul(x, out, *, sq=None, width=1, eps=0.0, pdl=False):
     rows, inner = out.shape
+    tiles = 0 if sq is None else sq.shape[0]
     silu_mul_kernel[(rows, triton.cdiv(inner, 1024))](
-        x, out, rows, inner, BLOCK=1024, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+        x, sq, out, rows, inner, width, eps, BLOCK=1024, SQ_TILES=tiles,
+        SQ_PAD=triton.next_power_of_2(max(tiles, 1)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip

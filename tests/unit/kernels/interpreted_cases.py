@@ -74,6 +74,17 @@ def test_stream_gemm_ragged_edges(n: int) -> None:
     assert relative_error(out, x @ w.T) < 1e-5
 
 
+def test_stream_gemm_with_more_rows_than_one_tile_of_64() -> None:
+    rows = 70
+    x, w, work = torch.randn(rows, 64), torch.randn(64, 64) / 8, workspace()
+    sq, c = torch.rand(3, rows) * 20, GemmConfig(bn=32, bk=32, split=2)
+    out = poison(rows, 32)
+    gemm.launch_stream_gemm(
+        x, w, out, epi=gemm.SILU, config=c, pair=32, sq_in=sq, eps=1e-5, ws=work.partial, counters=work.counters
+    )
+    assert relative_error(out, ops_gemm.stream_swiglu(x, w, sq, 1e-5, work.partial, work.counters)) < 1e-5
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_rope_kv_write(qk_norm: bool, fused: bool) -> None:
@@ -97,7 +108,7 @@ def test_rope_kv_write(qk_norm: bool, fused: bool) -> None:
                            table=case.table, slot=case.slot, rope_pos=case.pos, kv_pos=pos, heads=heads, eps=1e-6),
         )  # fmt: skip
     else:
-        rope.launch_rope_kv_write(qkv, q, *caches[:2], cos, sin, *gains, *where, heads=heads, eps=1e-6, pdl=False)
+        rope.launch_rope_kv_write(qkv, q, *caches[:2], cos, sin, *gains, *where, heads=heads, eps=1e-6)
     want = ops_rope.rope_kv_write(qkv, *caches[2:], cos, sin, *gains, *where, heads, 1e-6)
     assert relative_error(q, want) < 1e-5
     for got, ref in zip(caches[:2], caches[2:], strict=True):
@@ -105,16 +116,36 @@ def test_rope_kv_write(qk_norm: bool, fused: bool) -> None:
         assert relative_error(got[1:].nan_to_num(), ref[1:].nan_to_num()) < 1e-5
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(6, 2, 16), (9, 3, 12)])
+def test_rope_behind_a_library_product(heads: int, kv_heads: int, dim: int) -> None:
+    """The product's norm and bias come first: rows scaled by 1 / rms, then the bias."""
+    case = paged_case([9, 20, 1], [3, 1, 4], kv_heads=kv_heads, dim=dim)
+    rows, columns = case.slot.shape[0], (heads + 2 * kv_heads) * dim
+    cos, sin = rope_tables(12, dim)
+    qkv, bias, sq = torch.randn(rows, columns), torch.randn(columns), torch.rand(3, rows) * 20
+    caches = [torch.full_like(case.k, NAN) for _ in range(4)]
+    args = (cos, sin, torch.rand(dim), torch.rand(dim), case.table, case.slot, case.pos, case.pos)
+    q = poison(rows, heads, dim)
+    rope.launch_rope_kv_write(
+        qkv, q, *caches[:2], *args, heads=heads, eps=1e-6, bias=bias, sq=sq, width=64, norm_eps=1e-5
+    )
+    want = ops_rope.rope_kv_write(qkv, *caches[2:], *args, heads, 1e-6, bias, sq, 64, 1e-5)
+    assert relative_error(q, want) < 1e-5
+    for got, ref in zip(caches[:2], caches[2:], strict=True):
+        assert torch.equal(got[1:].isnan(), ref[1:].isnan())
+        assert relative_error(got[1:].nan_to_num(), ref[1:].nan_to_num()) < 1e-5
+
+
 @pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize(("splits", "block"), [(1, 16), (3, 4), (8, 4)])
-def test_paged_attention(tree: bool, splits: int, block: int) -> None:
+@pytest.mark.parametrize(("splits", "block", "queries"), [(1, 16, 16), (3, 4, 16), (8, 4, 16), (1, 8, 64)])
+def test_paged_attention(tree: bool, splits: int, block: int, queries: int) -> None:
     case = paged_case([9, 20, 1], [5, 1, 2], tree=tree)
     rows, work = case.slot.shape[0], workspace()
     q, out = torch.randn(rows, 6, 16), poison(rows, 6, 16)
     args = (case.table, case.slot, case.pos, case.tree)
     attention.launch_paged_attention(
         q, case.k, case.v, out, *args, work.partial, work.counters, scale=0.25,
-        config=AttentionConfig(splits=splits, block=block),
+        config=AttentionConfig(splits=splits, block=block, queries=queries),
     )  # fmt: skip
     want = ops_attention.paged_attention(q, case.k, case.v, *args, 0.25, work.partial, work.counters)
     assert relative_error(out, want) < 1e-5
@@ -132,8 +163,14 @@ def test_norms_and_activation() -> None:
     for got, ref in zip((out, sq), ops_norm.norm_prepare(x, gain), strict=True):
         assert relative_error(got, ref) < 1e-6
     half = poison(R, 40)
-    norm.launch_silu_mul(x, half, pdl=False)
+    norm.launch_silu_mul(x, half)
     assert relative_error(half, ops_norm.silu_mul(x)) < 1e-6
+    shares = torch.rand(3, R) * 20
+    norm.launch_silu_mul(x, half, sq=shares, width=64, eps=1e-5)
+    assert relative_error(half, ops_norm.silu_mul(x, shares, 64, 1e-5)) < 1e-6
+    norm.launch_residual_norm(x, res, gain, h, out, sq, eps=0.0, pdl=False)
+    for got, ref in zip((h, out, sq), ops_norm.residual_prepare(x, res, gain), strict=True):
+        assert relative_error(got, ref) < 1e-6
 
 
 def test_argmax_breaks_ties_towards_the_lowest() -> None:

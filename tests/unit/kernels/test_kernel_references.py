@@ -41,6 +41,7 @@ def test_streaming_rms_norm_is_rms_norm() -> None:
     got = gemm.stream_swiglu(scaled, w, sq, 1e-5, *ws())
     assert relative_error(got, gate * torch.sigmoid(gate) * up) < 1e-13
     assert relative_error(norm.silu_mul(want), gate * torch.sigmoid(gate) * up) < 1e-13
+    assert relative_error(norm.silu_mul(scaled @ w.T, sq, K, 1e-5), gate * torch.sigmoid(gate) * up) < 1e-13
 
 
 def test_residual_product_hands_the_next_norm_its_sums() -> None:
@@ -50,6 +51,8 @@ def test_residual_product_hands_the_next_norm_its_sums() -> None:
     assert relative_error(h, res + x @ w.T) < 1e-13
     assert relative_error(scaled, h * gain) < 1e-13
     assert relative_error(sq.sum(0), (h * h).sum(1)) < 1e-13
+    for got, want in zip(norm.residual_prepare(x @ w.T, res, gain), (h, scaled, sq.sum(0, keepdim=True)), strict=True):
+        assert relative_error(got, want) < 1e-13
     both, normed = norm.residual_norm(x @ w.T, res, gain, 1e-5)
     assert relative_error(both, h) < 1e-13
     assert relative_error(normed, scaled * torch.rsqrt(sq.sum(0) / N + 1e-5)[:, None]) < 1e-13
@@ -105,6 +108,20 @@ def test_rope_write_goes_to_the_rows_cells_and_the_sink(qk_norm: bool) -> None:
                 written += 1
     assert written == 7 * kv_heads
     assert int((~k[1:].isnan()).all(-1).sum()) == written, "nothing else is written outside the sink"
+
+
+def test_rope_write_norms_the_product_and_adds_the_bias() -> None:
+    heads, kv_heads, dim = 4, 2, 16
+    case = paged_case([9, 20, 1], [3, 1, 4])
+    rows, columns = case.slot.shape[0], (heads + 2 * kv_heads) * dim
+    x, w, bias, gain = torch.randn(rows, K), torch.randn(columns, K), torch.randn(columns), torch.rand(K)
+    scaled, sq = norm.norm_prepare(x, gain)
+    caches = [torch.zeros_like(case.k) for _ in range(4)]
+    args = (*rope_tables(12, dim), None, None, case.table, case.slot, case.pos, case.pos, heads, 1e-6)
+    got = rope.rope_kv_write(scaled @ w.T, *caches[:2], *args, bias, sq, K, 1e-5)
+    want = rope.rope_kv_write(norm.rms_norm(x, gain, 1e-5) @ w.T + bias, *caches[2:], *args)
+    for a, b in zip((got, *caches[:2]), (want, *caches[2:]), strict=True):
+        assert relative_error(a, b) < 1e-5
 
 
 def test_ngram_match_is_the_drafters_match() -> None:
@@ -172,7 +189,9 @@ def test_fakes_agree_with_the_references() -> None:
     opcheck(ops.rms_norm.default, (x, torch.rand(64), 1e-5), test_utils=checks)
     opcheck(ops.residual_norm.default, (x, x.clone(), torch.rand(64), 1e-5), test_utils=checks)
     opcheck(ops.norm_prepare.default, (x, torch.rand(64)), test_utils=checks)
+    opcheck(ops.residual_prepare.default, (x, x.clone(), torch.rand(64)), test_utils=checks)
     opcheck(ops.silu_mul.default, (x,), test_utils=checks)
+    opcheck(ops.silu_mul.default, (x, sq, 64, 1e-5), test_utils=checks)
     opcheck(ops.argmax_rows.default, (x,), test_utils=checks)
     case = paged_case([5, 7], [1, 2])
     rows = case.slot.shape[0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slipstream.attention.dense import DenseCausal
+from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
 from slipstream.models.decoder import Decoder
@@ -35,15 +36,24 @@ def pages(model: Decoder, num: int) -> KVPages:
     )  # fmt: skip
 
 
+CUTS = {
+    "streamed": PassConfig(),
+    "library": PassConfig(rope=0, residual=0, silu=0, head=0),
+    "mixed": PassConfig(rope=0, silu=0),
+    "mixed the other way": PassConfig(residual=0, head=0),
+}
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("cut", list(CUTS))
 @pytest.mark.parametrize("rows", [9, 70])
-def test_it_is_the_plain_pass(arch: str, rows: int) -> None:
+def test_it_is_the_plain_pass(arch: str, rows: int, cut: str) -> None:
     """One slot's first `rows` tokens in one pass, three padding rows behind them."""
     model = decoder(arch)
     token_R, pos_R = torch.randint(0, 96, (rows,)), torch.arange(rows)
     table_SP = torch.zeros(3, 6, dtype=torch.int64)
     table_SP[2] = torch.randperm(6) + 1
-    fused = FusedDecoder(model, pages(model, 6), Workspace(CPU, floats=1, counters=1))
+    fused = FusedDecoder(model, pages(model, 6), Workspace(CPU, floats=1, counters=1), config=CUTS[cut])
     pad = torch.zeros(3, dtype=torch.int64)
     slot_R = torch.cat([torch.full_like(token_R, 2), pad])
     out = fused.run(
@@ -55,3 +65,8 @@ def test_it_is_the_plain_pass(arch: str, rows: int) -> None:
     for got, want in zip([out.hidden_RH, *out.taps, out.logits_RV], [want_RH, *taps, logits_RV], strict=True):
         assert relative_error(got[:rows], want) < 1e-5
     assert torch.equal(out.target_R[:rows], logits_RV.argmax(-1))
+    hidden_RH, tapped = fused.forward(token_R, slot_R[:rows], pos_R, table_SP, taps=(1,))
+    assert (
+        torch.equal(hidden_RH, out.hidden_RH[:rows])
+        and relative_error(tapped[0], model.forward(token_R, pos_R, DenseCausal(pos_R), taps=(1,))[1][0]) < 1e-5
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.types import SamplingParams
 
-PROMPT, WARM_UP, RUN_AHEAD = 128, 24, 8
+PROMPT, WARM_UP, RUN_AHEAD, PAGE = 128, 24, 8, 32
 
 
 @contextlib.contextmanager
@@ -23,11 +23,12 @@ def steady_decode(given: Namespace) -> Iterator[Any]:
 
     most = given.options.get("num_drafts", 0) + 1
     tokens = (WARM_UP + given.frames + RUN_AHEAD) * most
+    pages = -(-(PROMPT + tokens + 1 + 2 * most) // PAGE)  # nobody is preempted, however long the run
     on_gpu = given.device == "cuda"
     with LLM(
         model=given.model, load_format="dummy", device=given.device, dtype="bfloat16" if on_gpu else "float32",
         max_slots=given.batch, slot_buckets=(given.batch,), max_model_len=PROMPT + tokens + 1, run_ahead=RUN_AHEAD,
-        prefix_cache=False, **given.options,
+        page_size=PAGE, num_pages=given.batch * pages, prefix_cache=False, **given.options,
     ) as llm:  # fmt: skip
         rng = random.Random(0)
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)

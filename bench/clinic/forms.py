@@ -212,7 +212,7 @@ class Synchronize:
 
 @pair(
     "KV grown by cat", rule="allocation-growth", cold=True, provable=False,
-    about="the cache is one row longer each step, in new memory",
+    about="the cache is longer by one row per slot and layer each step, in new memory",
 )  # fmt: skip
 class GrownCache:
     @staticmethod
@@ -220,15 +220,17 @@ class GrownCache:
         if loop.grown_LH is None:
             loop.grown_LH = torch.zeros_like(loop.kv_LH[: loop.kv_rows])
         next_B = loop.advance()
-        loop.grown_LH = torch.cat([loop.grown_LH, loop.embed_VH[next_B]])
-        return next_B, loop.grown_LH[-loop.slots :]
+        new_LH = loop.embed_VH[next_B].repeat(loop.kv_step // loop.slots, 1)
+        loop.grown_LH = torch.cat([loop.grown_LH, new_LH])
+        return next_B, loop.grown_LH[-loop.kv_step :]
 
     @staticmethod
     def after(loop: Loop, t: int) -> Any:
         next_B = loop.advance()
-        at = loop.kv_rows + t * loop.slots % (len(loop.kv_LH) - loop.kv_rows)
-        loop.kv_LH[at : at + loop.slots] = loop.embed_VH[next_B]
-        return next_B, loop.kv_LH[at : at + loop.slots]
+        new_LH = loop.embed_VH[next_B].repeat(loop.kv_step // loop.slots, 1)
+        at = loop.kv_rows + t * loop.kv_step % (len(loop.kv_LH) - loop.kv_rows)
+        loop.kv_LH[at : at + loop.kv_step] = new_LH
+        return next_B, loop.kv_LH[at : at + loop.kv_step]
 
 
 def draft_step(hidden_BH: Tensor, step: int) -> Tensor:

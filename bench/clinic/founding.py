@@ -12,7 +12,8 @@ from bench.clinic import engine_case
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import DraftSlots
 
-NGRAM = {"draft": "ngram", "num_drafts": 3, "synthetic_acceptance": 3.0}
+NGRAM = {"draft": "ngram", "num_drafts": 3, "synthetic_acceptance": 3.0, "row_tiers": (4,)}
+"""One row tier, so that every frame has one shape, whether drafts were offered or not."""
 EAGER = {**NGRAM, "cuda_graphs": False}
 
 

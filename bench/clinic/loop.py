@@ -18,7 +18,8 @@ class Loop:
     not wait is bound by the device. On a CPU they are tiny, in float64, so that both forms of a pair choose the same
     tokens. Everything that a step changes is put back by `reset`.
 
-    token_B, pos_B, accepted_B, rows_B int64 [B]; active_B, finished_B bool [B]; table_BP int64 [B, P].
+    token_B, pos_B, accepted_B, rows_B int64 [B]; active_B, finished_B bool [B]; table_BP int64 [B, P]. kv_LH: a cache
+    with the rows of all layers in one tensor; a step adds kv_step of them.
     """
 
     def __init__(self, device: str | torch.device, *, tiny: bool | None = None) -> None:
@@ -53,8 +54,8 @@ class Loop:
         self.finished_B = torch.zeros(self.slots, dtype=torch.bool, device=self.device)
         self.table_BP = torch.zeros(self.slots, self.pages, **ids)
         self.landing_PB = torch.zeros(self.pages, self.slots, **ids)
-        self.kv_rows = 64 if tiny else 2048
-        self.kv_LH = torch.zeros(self.kv_rows + 512, hidden, dtype=dtype, device=self.device)
+        self.kv_rows, self.kv_step = (64 if tiny else 2048), self.slots * layers
+        self.kv_LH = torch.zeros(self.kv_rows + 64 * self.kv_step, hidden, dtype=dtype, device=self.device)
         # Rings between host and device: pinned, contiguous, made once.
         pin = {"dtype": torch.int64, "pin_memory": on_gpu}
         self.up_BP = torch.zeros(RING, self.slots, self.pages, **pin)

@@ -272,9 +272,7 @@ class LLM:
         elif live.needs_ack:
             self._engine.ack(event.request_id, event.child, before + len(tokens))
         if event.drafted is not None and tokens:
-            live.output.spec.add_round(
-                drafted=event.drafted, accepted=min(event.accepted, len(tokens)), emitted=len(tokens)
-            )
+            live.output.spec.add_round(event.drafted, min(event.accepted, len(tokens)), len(tokens))
         out.token_ids += tokens
         if reason is not None:
             text += stream.finish()

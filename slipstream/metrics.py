@@ -9,11 +9,12 @@ rounds, drafted, accepted and acceptance length see `types.SpecStats`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from slipstream.types import FramePlan, FrameResult, SpecStats
+from slipstream.types import FramePlan, SpecStats, TokenEvent
 
 _FIELDS = ("slots", "rows", "prefill_rows", "emitted", "plan_us", "launch_us", "wait_us", "collect_us")
 
@@ -29,33 +30,37 @@ class Metrics:
         self.counters: Counter[str] = Counter()
         self.spec = SpecStats()
         self.host_ns = self.wait_ns = 0  # plan + launch + collect, and waiting for results, since the start
-        self._ring_np = np.zeros((capacity, len(_FIELDS)), dtype=np.float64)
+        self._ring = [[0.0] * len(_FIELDS) for _ in range(capacity)]
         self._seen = 0
 
     def count(self, name: str, n: int = 1) -> None:
         self.counters[name] += n
 
     def launched(self, plan: FramePlan, *, plan_ns: int, launch_ns: int) -> None:
-        slots, prefill_rows = sum(map(bool, plan.decode)), sum(span.length for span in plan.prefill)
-        row_np = self._ring_np[plan.seq % len(self._ring_np)]
-        row_np[:] = (slots, plan.rows, prefill_rows, 0, plan_ns / 1e3, launch_ns / 1e3, 0, 0)
+        slots, prefill_rows = len(plan.decode) - plan.decode.count(0), sum([span.length for span in plan.prefill])
+        self._ring[plan.seq % len(self._ring)] = [
+            slots, plan.rows, prefill_rows, 0, plan_ns / 1e3, launch_ns / 1e3, 0, 0
+        ]  # fmt: skip
         self.counters["launches"] += 1
         self.host_ns += plan_ns + launch_ns
         self.counters["frames"] += slots > 0
         self.counters["rows"] += plan.rows
         self.counters["prefill_rows"] += prefill_rows
 
-    def collected(self, result: FrameResult, *, wait_ns: int, collect_ns: int) -> None:
-        row_np = self._ring_np[result.seq % len(self._ring_np)]
-        row_np[3], row_np[6], row_np[7] = result.n_emitted_np.sum(), wait_ns / 1e3, collect_ns / 1e3
-        self._seen = result.seq + 1
+    def collected(self, seq: int, events: Sequence[TokenEvent], *, wait_ns: int, collect_ns: int) -> None:
+        emitted = sum([len(e.tokens) for e in events])
+        row = self._ring[seq % len(self._ring)]
+        row[3], row[6], row[7] = emitted, wait_ns / 1e3, collect_ns / 1e3
+        self._seen = seq + 1
+        self.counters["output_tokens"] += emitted
         self.host_ns += collect_ns
         self.wait_ns += wait_ns
 
     def snapshot(self) -> dict[str, Any]:
         """Counters since the start, draft statistics, and mean, p50 and p99 over the launches in the ring."""
-        n = min(self._seen, len(self._ring_np))
-        ring_np = self._ring_np[(np.arange(self._seen - n, self._seen)) % len(self._ring_np)]
+        n = min(self._seen, len(self._ring))
+        kept = [self._ring[i % len(self._ring)] for i in range(self._seen - n, self._seen)]
+        ring_np = np.array(kept, dtype=np.float64).reshape(n, len(_FIELDS))
         out: dict[str, Any] = {"counters": dict(self.counters), "spec": self.spec.as_dict(), "window": n}
         out["host_seconds"], out["wait_seconds"] = self.host_ns / 1e9, self.wait_ns / 1e9
         host_np = ring_np[:, 4] + ring_np[:, 5] + ring_np[:, 7]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -201,8 +202,7 @@ class Admit:
     pages: tuple[int, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class PageAppend:
+class PageAppend(NamedTuple):
     """Control row: page_table[slot, first : first + len(pages)] = pages."""
 
     slot: int
@@ -228,8 +228,7 @@ class PrefillSpan:
     last: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class FramePlan:
+class FramePlan(NamedTuple):
     """What the host asks of one launch: control rows, then one decode frame, then one prefill chunk.
 
     decode: slots of the frame, in order; padded to the slot bucket with sink slot 0.
@@ -264,34 +263,32 @@ class FramePlan:
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FrameResult:
-    """What one launch did; one entry per record: the decode slots, then the spans with `last`.
+RECORD_COLUMNS = 6
+"""Numbers of a record before its tokens, in this order:
 
-    tokens [N, W]: emitted tokens, the first n_emitted[i] are valid (0: the slot was inactive).
-    accepted [N]: emitted tokens that came from drafts. drafted [N]: drafts that were verified.
-    finish [N]: FinishCode after the last emitted token. next_drafts [N]: drafts ready for the next frame.
+generation (whose record it is), emitted (how many of the tokens are valid; 0: the slot was inactive), accepted
+(emitted tokens that came from drafts), drafted (drafts that were verified), finish (FinishCode after the last
+emitted token), next drafts (ready for the next frame).
+"""
+
+
+class FrameResult(NamedTuple):
+    """What one launch did: a slot and a record for each decode slot, then for each span with `last`.
+
+    records[i]: RECORD_COLUMNS numbers, then tokens. decoded: how many of the records are of decode slots.
     """
 
     seq: int
     slots: tuple[int, ...]
-    generation_np: IntArray
-    tokens_np: IntArray
-    n_emitted_np: IntArray
-    accepted_np: IntArray
-    drafted_np: IntArray
-    finish_np: IntArray
-    next_drafts_np: IntArray
-    is_prefill: tuple[bool, ...]
+    records: list[list[int]]
+    decoded: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """Tokens of one request that a collected frame brought, or its end.
 
     tokens: new token ids, in order. accepted: how many of their first ones came from accepted drafts.
-    finish_reason: None, "stop", "length", "abort" or "error". round_: drafted and accepted of this
-    round, None for a prefill.
+    drafted: drafts that were verified; None for a prefill. finish_reason: None, "stop", "length", "abort" or "error".
     """
 
     request_id: str
@@ -303,48 +300,54 @@ class TokenEvent:
     error: str | None = None
 
 
+Round = tuple[int, int, int]
+"""(drafted, accepted, emitted) of a decode frame in which a slot was active; accepted <= drafted, always."""
+
+
 @dataclass
 class SpecStats:
-    """Draft statistics of a request or of an engine.
+    """Draft statistics of a request or of an engine: how often each kind of round occurred."""
 
-    A *round* is one decode frame in which the slot was active. accepted <= drafted always.
-    acceptance_length: tokens emitted per round, the bonus token included.
-    accepted_per_position[i]: rounds in which draft i (from 0) was accepted.
-    """
+    counts: Counter[Round] = field(default_factory=Counter)
 
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    emitted: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    drafted_per_position: list[int] = field(default_factory=list)
+    def add_round(self, drafted: int, accepted: int, emitted: int) -> None:
+        self.counts[drafted, accepted, emitted] += 1
+
+    def add_rounds(self, rounds: Iterable[Round]) -> None:
+        self.counts.update(rounds)
+
+    @property
+    def rounds(self) -> int:
+        return self.counts.total()
+
+    @property
+    def drafted(self) -> int:
+        return self._sum(lambda r: r[0])
+
+    @property
+    def accepted(self) -> int:
+        return self._sum(lambda r: r[1])
+
+    @property
+    def emitted(self) -> int:
+        return self._sum(lambda r: r[2])
 
     @property
     def acceptance_length(self) -> float:
-        return self.emitted / self.rounds if self.rounds else 0.0
+        """Tokens emitted per round, the bonus token included."""
+        return self.emitted / self.rounds if self.counts else 0.0
 
-    def add_round(self, *, drafted: int, accepted: int, emitted: int) -> None:
-        self.rounds += 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.emitted += emitted
-        for counts, n in ((self.accepted_per_position, accepted), (self.drafted_per_position, drafted)):
-            counts.extend([0] * (n - len(counts)))
-            for i in range(n):
-                counts[i] += 1
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """[i]: rounds in which draft i (from 0) was accepted."""
+        most = max((r[1] for r in self.counts), default=0)
+        return [self._sum(lambda r, i=i: r[1] > i) for i in range(most)]  # type: ignore[misc]
 
-    def merge(self, other: SpecStats) -> None:
-        self.rounds += other.rounds
-        self.drafted += other.drafted
-        self.accepted += other.accepted
-        self.emitted += other.emitted
-        for mine, theirs in (
-            (self.accepted_per_position, other.accepted_per_position),
-            (self.drafted_per_position, other.drafted_per_position),
-        ):
-            mine.extend([0] * (len(theirs) - len(mine)))
-            for i, n in enumerate(theirs):
-                mine[i] += n
+    @property
+    def drafted_per_position(self) -> list[int]:
+        """[i]: rounds in which draft i (from 0) was verified."""
+        most = max((r[0] for r in self.counts), default=0)
+        return [self._sum(lambda r, i=i: r[0] > i) for i in range(most)]  # type: ignore[misc]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -352,6 +355,9 @@ class SpecStats:
             "drafted": self.drafted,
             "accepted": self.accepted,
             "acceptance_length": round(self.acceptance_length, 4),
-            "accepted_per_position": list(self.accepted_per_position),
-            "drafted_per_position": list(self.drafted_per_position),
+            "accepted_per_position": self.accepted_per_position,
+            "drafted_per_position": self.drafted_per_position,
         }
+
+    def _sum(self, of: Callable[[Round], int]) -> int:
+        return sum(of(r) * n for r, n in self.counts.items())

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.types import MAX_STOP_IDS, MIN_TEMPERATURE, Admit, FramePlan, IntArray
+from slipstream.types import MAX_STOP_IDS, MIN_TEMPERATURE, Admit, FramePlan, IntArray, PageAppend
 
 Pairs = tuple[IntArray, IntArray]
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
@@ -39,8 +39,8 @@ class ControlWriter:
             self._put("active", d.slot, (0,))
         for a in plan.admits:
             self._admit(a)
-        for p in plan.pages:
-            self._put("table", p.slot, p.pages, first=p.first)
+        if plan.pages:
+            self._append(plan.pages)
         if plan.decode and plan.decode != self._decode:
             self._put("decode", 0, plan.decode)
             self._decode = plan.decode
@@ -60,6 +60,12 @@ class ControlWriter:
         at = self.offset[name] + slot * self.stride[name] + first
         self._cells.append(np.arange(at, at + len(values), dtype=np.int64))
         self._values.append(np.asarray(values, dtype=np.int64))
+
+    def _append(self, appends: Sequence[PageAppend]) -> None:
+        start, stride = self.offset["table"], self.stride["table"]
+        cells = [start + p.slot * stride + p.first + i for p in appends for i in range(len(p.pages))]
+        self._cells.append(np.array(cells, dtype=np.int64))
+        self._values.append(np.array([page for p in appends for page in p.pages], dtype=np.int64))
 
     def _admit(self, a: Admit) -> None:
         """Give a slot to a request. It stays inactive until its last prefill chunk."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,7 @@ from slipstream.errors import ConfigError
 from slipstream.types import FramePlan
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
+class Shape(NamedTuple):
     """What a captured frame is fixed to. full: every sampling stage is in; else greedy work only."""
 
     slots: int
@@ -102,7 +102,7 @@ class FrameGraphs:
 
     def run(self, plan: FramePlan) -> Tensor:
         """Replay; the record stays valid until the same shape runs again."""
-        shape = Shape(slots=len(plan.decode), width=plan.width, full=plan.sampled or plan.min_tokens)
+        shape = Shape(len(plan.decode), plan.width, plan.sampled or plan.min_tokens)
         found = self.graphs.get(shape)
         if found is None:
             raise ConfigError(

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,19 +18,17 @@ from torch import Tensor
 from slipstream.device.control import ControlWriter
 from slipstream.device.frame import Frame
 from slipstream.device.staging import RecordRing, UploadRing
-from slipstream.kernels.frame import RECORD_COLUMNS
-from slipstream.types import FramePlan, FrameResult
+from slipstream.types import RECORD_COLUMNS, FramePlan, FrameResult
 
 if TYPE_CHECKING:
     from slipstream.device.graphs import FrameGraphs
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Launched:
+class _Launched(NamedTuple):
     seq: int
     ring_slot: int
     slots: tuple[int, ...]
-    is_prefill: tuple[bool, ...]
+    decoded: int
     columns: int
 
 
@@ -67,34 +64,21 @@ class Device:
             for a in plan.admits:
                 frame.drafter.admit(a)
         records: list[Tensor] = []
-        slots: list[int] = []
-        is_prefill: list[bool] = []
+        slots = plan.decode
         if plan.decode:
             if self.graphs is not None:
                 records.append(self.graphs.run(plan))
             else:
                 records.append(frame.decode(plan, state.decode_B[: len(plan.decode)]))
-            slots += plan.decode
-            is_prefill += [False] * len(plan.decode)
         if plan.prefill:
-            last = [s.slot for s in plan.prefill if s.last]
+            last = tuple(s.slot for s in plan.prefill if s.last)
             record = frame.prefill(plan, plan.prefill, len(last))
             if record is not None:
                 records.append(record)
                 slots += last
-                is_prefill += [True] * len(last)
-        columns = max((r.shape[1] for r in records), default=RECORD_COLUMNS)
-        padded = [F.pad(r, (0, columns - r.shape[1])) if r.shape[1] < columns else r for r in records]
-        packed = padded[0] if len(padded) == 1 else torch.cat(padded) if padded else state.arena[:0]
-        self.launched.append(
-            _Launched(
-                seq=plan.seq,
-                ring_slot=self.down.receive(packed),
-                slots=tuple(slots),
-                is_prefill=tuple(is_prefill),
-                columns=columns,
-            )
-        )
+        packed = records[0] if len(records) == 1 else _joined(records) if records else state.arena[:0]
+        columns = packed.shape[1] if records else RECORD_COLUMNS
+        self.launched.append(_Launched(plan.seq, self.down.receive(packed), slots, len(plan.decode), columns))
 
     def _clear(self, plan: FramePlan) -> None:
         """Zero pages that change hands (backends that read masked columns)."""
@@ -109,17 +93,11 @@ class Device:
 
     def collect(self) -> FrameResult:
         done = self.launched.popleft()
-        record_np = self.down.read(done.ring_slot, len(done.slots), done.columns)
-        column = record_np.T
-        return FrameResult(
-            seq=done.seq,
-            slots=done.slots,
-            generation_np=column[0],
-            n_emitted_np=column[1],
-            accepted_np=column[2],
-            drafted_np=column[3],
-            finish_np=column[4],
-            next_drafts_np=column[5],
-            tokens_np=record_np[:, RECORD_COLUMNS:],
-            is_prefill=done.is_prefill,
-        )
+        records = self.down.read(done.ring_slot, len(done.slots), done.columns)
+        return FrameResult(done.seq, done.slots, records, done.decoded)
+
+
+def _joined(records: list[Tensor]) -> Tensor:
+    """Records of different widths as one, padded with tokens that nobody reads."""
+    columns = max(r.shape[1] for r in records)
+    return torch.cat([F.pad(r, (0, columns - r.shape[1])) for r in records])

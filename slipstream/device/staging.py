@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,22 +60,29 @@ class RecordRing:
         self.host_np: Any = self.host.numpy()
         self.events = [torch.cuda.Event() for _ in range(slots)] if device.type == "cuda" else None
         self.at = 0
+        self._views: dict[tuple[int, torch.Size], Tensor] = {}  # few shapes, and views cost as much as the copy
 
     def receive(self, record_NC: Tensor) -> int:
         """Start the copy of a record (or of none) down; returns the ring slot to `read` later."""
         at = self.at
-        n = record_NC.numel()
-        if n:
-            self.host[at][:n].view(record_NC.shape).copy_(record_NC, non_blocking=True)
+        if record_NC.numel():
+            self._place(at, record_NC.shape).copy_(record_NC, non_blocking=True)
         if self.events is not None:
             self.events[at].record()
         self.at = (at + 1) % len(self.host)
         return at
 
-    def read(self, at: int, rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Wait for a launch and return a copy of its record [rows, columns]: the one place where the host may block."""
+    def read(self, at: int, rows: int, columns: int) -> list[list[int]]:
+        """Wait for a launch and return its record, [rows][columns]: the one place where the host may block."""
         self._wait(at)
-        return self.host_np[at][: rows * columns].reshape(rows, columns).copy()  # type: ignore[no-any-return]
+        record: list[list[int]] = self.host_np[at, : rows * columns].reshape(rows, columns).tolist()
+        return record
+
+    def _place(self, at: int, shape: torch.Size) -> Tensor:
+        view = self._views.get((at, shape))
+        if view is None:
+            view = self._views[at, shape] = self.host[at][: shape.numel()].view(shape)
+        return view
 
     @allow_sync("the host reads the record of frame t - D while D frames are queued", rules=["event-wait"])
     def _wait(self, at: int) -> None:

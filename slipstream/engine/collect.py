@@ -6,23 +6,12 @@ prefix cache) once acknowledged; requests without a text side acknowledge at onc
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Key, Sequence, State
 from slipstream.metrics import Metrics
-from slipstream.types import FinishCode, FrameResult, TokenEvent
+from slipstream.types import FinishCode, FrameResult, Round, TokenEvent
 
 _REASON = {int(FinishCode.STOP): "stop", int(FinishCode.LENGTH): "length"}
-
-
-def _columns(result: FrameResult) -> Iterator[tuple[bool, int, list[int], int, int, int, int]]:
-    """Records as plain Python values: is_prefill, emitted, tokens, accepted, drafted, finish, next drafts."""
-    arrays = (
-        result.n_emitted_np, result.tokens_np, result.accepted_np, result.drafted_np, result.finish_np,
-        result.next_drafts_np,
-    )  # fmt: skip
-    return zip(result.is_prefill, *(a.tolist() for a in arrays), strict=True)
 
 
 class Collector:
@@ -36,63 +25,44 @@ class Collector:
 
     def take(self, result: FrameResult) -> list[TokenEvent]:
         """Apply the records of one launch; then release what waited for it."""
-        events = []
-        running = self.scheduler.running
-        generations, columns = result.generation_np.tolist(), _columns(result)
-        for slot, generation, record in zip(result.slots, generations, columns, strict=True):
+        events: list[TokenEvent] = []
+        rounds: list[Round] = []
+        running, left = self.scheduler.running, result.decoded
+        for slot, record in zip(result.slots, result.records, strict=True):
+            prefill, left = left <= 0, left - 1
+            generation, n, accepted, verified, finish, next_drafts, *tokens = record
             seq = running.get(slot)
             if seq is None or seq.generation != generation:
                 continue  # the sink, or a frame that was queued before its slot ended
-            event = self._record(seq, result.seq, *record)
-            if event is not None:
-                events.append(event)
+            seq.wanted = 1 + min(seq.num_drafts, next_drafts)
+            drafted = None
+            if prefill:
+                seq.prefilled = True
+            else:
+                seq.advanced(result.seq, n)
+                drafted = verified
+            if n == 0:
+                continue
+            if drafted is not None:
+                rounds.append((drafted, accepted, n))
+                seq.stats.add_round(drafted, accepted, n)
+            del tokens[n:]
+            reason = _REASON.get(finish)
+            self._grow(seq, tokens, prefill, reason)
+            request_id, child = seq.key
+            events.append(TokenEvent(request_id, child, tuple(tokens), accepted, drafted, reason))
+        self.metrics.spec.add_rounds(rounds)
         self.scheduler.settle(result.seq)
         return events
 
-    def _record(
-        self,
-        seq: Sequence,
-        launched: int,
-        prefill: bool,
-        n: int,
-        emitted: list[int],
-        accepted: int,
-        verified: int,
-        finish: int,
-        next_drafts: int,
-    ) -> TokenEvent | None:
-        if prefill:
-            seq.prefilled = True
-        else:
-            launch, rows = seq.queued.popleft()
-            assert launch == launched and n <= rows, f"launch {launched}: {n} tokens of at most {rows}"
-            seq.length += n
-        seq.next_drafts = next_drafts
-        if n == 0:
-            return None
-        tokens, drafted = tuple(emitted[:n]), None
-        seq.outputs.extend(tokens)
+    def _grow(self, seq: Sequence, tokens: list[int], prefill: bool, reason: str | None) -> None:
+        seq.outputs += tokens
         if not seq.request.needs_ack:
             seq.acked = len(seq.outputs)
-        if not prefill:
-            drafted = verified
-            seq.stats.add_round(drafted=drafted, accepted=accepted, emitted=n)
-            self.metrics.spec.add_round(drafted=drafted, accepted=accepted, emitted=n)
-        self.metrics.count("output_tokens", n)
-        reason = _REASON.get(finish)
-        if prefill and reason is None:
-            self.scheduler.ledger.share_prompt(seq)
         if reason is not None:
             self._end(seq, reason)
-        request_id, child = seq.key
-        return TokenEvent(
-            request_id=request_id,
-            child=child,
-            tokens=tokens,
-            accepted=accepted,
-            drafted=drafted,
-            finish_reason=reason,
-        )
+        elif prefill:
+            self.scheduler.ledger.share_prompt(seq)
 
     def ack(self, key: Key, upto: int) -> None:
         """The first `upto` output tokens are returned to the user. Unknown (ended) requests are ignored."""

@@ -69,15 +69,21 @@ class Ledger:
         seq.shared = set(shared)
         self.pool.open(seq.slot, shared, seq.request.max_len + seq.most_rows)
         self._extend([seq.slot], [start], [new])
+        self._measure(seq)
         return True
 
     def grow(self, seqs: list[Sequence], rows: list[int]) -> list[tuple[int, tuple[int, ...]]]:
         """Pages for one more frame of rows[i] rows; per sequence the first new table index, and the ids."""
         slots = [s.slot for s in seqs]
-        had = [len(self.pool.tables[slot]) for slot in slots]
-        old = [n * self.config.page_size for n in had]
+        old = [s.covered for s in seqs]
         new = [max(o, s.cover(r)) for o, s, r in zip(old, seqs, rows, strict=True)]
-        return list(zip(had, self._extend(slots, old, new), strict=True))
+        pages = self._extend(slots, old, new)
+        for s in seqs:
+            self._measure(s)
+        return [(o // self.config.page_size, p) for o, p in zip(old, pages, strict=True)]
+
+    def _measure(self, seq: Sequence) -> None:
+        seq.covered = len(self.pool.tables[seq.slot]) * self.config.page_size
 
     def retire(self, seq: Sequence) -> None:
         """`seq` is done with its slot: cache its returned tokens, release slot and pages when it is safe."""

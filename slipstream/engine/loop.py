@@ -145,5 +145,5 @@ class EngineCore:
         arrived = perf_counter_ns()
         self._in_flight -= 1
         events = self.collector.take(result)
-        self.metrics.collected(result, wait_ns=arrived - began, collect_ns=perf_counter_ns() - arrived)
+        self.metrics.collected(result.seq, events, wait_ns=arrived - began, collect_ns=perf_counter_ns() - arrived)
         return events

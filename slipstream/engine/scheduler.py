@@ -7,10 +7,12 @@ worst case. A slot without pages sits the frame out while the others run.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from slipstream.config import EngineConfig
 from slipstream.engine.admission import check_request
 from slipstream.engine.ledger import Ledger
+from slipstream.engine.pages import pages_for
 from slipstream.engine.rows import choose_rows, slot_bucket
 from slipstream.engine.sequence import Key, Sequence, State
 from slipstream.errors import InvalidRequestError
@@ -18,8 +20,45 @@ from slipstream.metrics import Metrics
 from slipstream.types import Admit, Drop, FramePlan, PageAppend, PrefillSpan, Request, VerifyMode
 
 
+class _Flags(NamedTuple):
+    """What the sampling parameters of a launch's slots ask of it; see `FramePlan`."""
+
+    sampled: bool
+    filtered: bool
+    rejection: bool
+    coupled: bool
+    min_tokens: bool
+
+    @staticmethod
+    def of(sampling: list[Sequence]) -> _Flags:
+        draws = [s for s in sampling if not s.request.params.greedy]
+        return _Flags(
+            sampled=bool(draws),
+            filtered=any(_filters(s) for s in draws),
+            rejection=any(s.request.mode is VerifyMode.REJECTION for s in draws),
+            coupled=any(s.request.mode is VerifyMode.COUPLED for s in draws),
+            min_tokens=any(s.request.params.min_tokens > 0 for s in sampling),
+        )
+
+
+class _Batch(NamedTuple):
+    """What a decode frame's plan says of its members that only changes when the members do.
+
+    A sequence that comes back to another slot is read again first: that launch's frame is without it.
+    """
+
+    members: list[Sequence]
+    slots: tuple[int, ...]
+    padding: int
+    flags: _Flags
+
+
 class Scheduler:
-    """Owns the waiting queue and the running slots; `plan` is called once per launch."""
+    """Owns the waiting queue and the running slots; `plan` is called once per launch.
+
+    In steady decode a plan costs one short pass over the slots: what depends on who decodes is kept in a
+    `_Batch`, and pages are only counted when they may be short or a slot has come to the end of its last one.
+    """
 
     def __init__(self, config: EngineConfig, metrics: Metrics) -> None:
         self.config = config
@@ -33,6 +72,10 @@ class Scheduler:
         self._drops: list[Drop] = []
         self._generation = 0
         self._arrivals = 0
+        self._batch = self._gather([])
+        self._first_page: tuple[int, ...] = ()
+        # No slot needs more for its next two frames: its pages cover at least its length, with what is queued.
+        self._most_pages = pages_for(2 * (config.num_drafts + 1), config.page_size)
 
     def add(self, request: Request) -> None:
         """Check a request and queue it. Raises InvalidRequestError; nothing else is affected."""
@@ -89,46 +132,69 @@ class Scheduler:
 
     def plan(self, seq: int) -> FramePlan | None:
         """The plan of launch `seq`, or None when there is nothing to run."""
-        decoding, rows, width = self._choose_decode()
-        reach = [s.reach(min(width, s.most_rows)) for s in decoding]
-        appends = self._cover(decoding, width, seq)
+        self._preempt()
+        ready, reading = self._split()
+        decoding, rows, width = self._choose_decode(ready)
+        renewed = decoding != self._batch.members
+        if renewed:
+            self._batch = self._gather(decoding)
+        _, slots, padding, flags = self._batch
+        reach, appends = self._cover(decoding, width, seq)
+        if renewed or appends:
+            first_page = self.ledger.pool.first_page
+            self._first_page = (*(first_page(s.slot) for s in decoding), *(-1,) * padding)
         admits: list[Admit] = []
-        spans = self._choose_prefill(bool(decoding), admits, seq)
+        spans = self._choose_prefill(reading, bool(decoding), admits, seq)
         if not decoding and not spans:
             return None
+        if spans:
+            flags = _Flags.of([*decoding, *(s for s, span in spans if span.last)])
         drops, self._drops = tuple(self._drops), []
-        tables = self.ledger.pool
-        pad = slot_bucket(len(decoding), self.config) - len(decoding) if decoding else 0
-        sampled = [*decoding, *(s for s, span in spans if span.last)]
-        draws = [s for s in sampled if not s.request.params.greedy]
         return FramePlan(
             seq=seq,
             drops=drops,
             admits=tuple(admits),
             pages=tuple(appends),
-            decode=(*(s.slot for s in decoding), *(0,) * pad),
+            decode=slots,
             rows=rows,
             width=width,
             len_ub=max(reach, default=0),
-            reach=(*reach, *(1,) * pad),
-            first_page=(*(tables.first_page(s.slot) for s in decoding), *(-1,) * pad),
+            reach=(*reach, *(1,) * padding),
+            first_page=self._first_page,
             prefill=tuple(span for _, span in spans),
-            prefill_first_page=tuple(tables.first_page(s.slot) for s, _ in spans),
-            sampled=bool(draws),
-            filtered=any(_filters(s) for s in draws),
-            rejection=any(s.request.mode is VerifyMode.REJECTION for s in draws),
-            coupled=any(s.request.mode is VerifyMode.COUPLED for s in draws),
-            min_tokens=any(s.request.params.min_tokens > 0 for s in sampled),
+            prefill_first_page=tuple(self.ledger.pool.first_page(s.slot) for s, _ in spans),
+            sampled=flags.sampled,
+            filtered=flags.filtered,
+            rejection=flags.rejection,
+            coupled=flags.coupled,
+            min_tokens=flags.min_tokens,
         )
 
-    def _choose_decode(self) -> tuple[list[Sequence], int, int]:
-        """Slots of the decode frame, R and width; preempts when pages run short."""
-        self._preempt()
-        ready = [s for s in self.running.values() if s.decodes]
+    def _split(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Slots that can decode in the next frame, and those whose prompt is still read; oldest first."""
+        ready, reading = list[Sequence](), list[Sequence]()
+        for s in self.running.values():
+            if s.state is not State.RUNNING:
+                continue
+            if s.reads:
+                reading.append(s)
+            elif s.goes_on:
+                ready.append(s)
+        return ready, reading
+
+    def _gather(self, members: list[Sequence]) -> _Batch:
+        padding = slot_bucket(len(members), self.config) - len(members) if members else 0
+        return _Batch(members, (*(s.slot for s in members), *(0,) * padding), padding, _Flags.of(members))
+
+    def _choose_decode(self, ready: list[Sequence]) -> tuple[list[Sequence], int, int]:
+        """Slots of the decode frame, R and width; who has no pages sits out."""
         if not ready:
             return [], 0, 0
-        _, cap = choose_rows([s.wanted_rows for s in ready], self.config)
-        room, chosen = self.ledger.room, []
+        rows, cap = choose_rows([s.wanted for s in ready], self.config)
+        room = self.ledger.room
+        if len(ready) * self._most_pages <= room:
+            return ready, rows, cap
+        chosen = []
         for s in ready:  # oldest first: it must make progress
             need = self.ledger.missing(s, s.cover(min(cap, s.most_rows)))
             if need <= room:
@@ -136,26 +202,40 @@ class Scheduler:
                 chosen.append(s)
         if not chosen:
             return [], 0, 0
-        rows, width = choose_rows([s.wanted_rows for s in chosen], self.config, cap)
+        rows, width = choose_rows([s.wanted for s in chosen], self.config, cap)
         return chosen, rows, width
 
-    def _cover(self, decoding: list[Sequence], width: int, seq: int) -> list[PageAppend]:
-        rows = [min(width, s.most_rows) for s in decoding]
-        grown = self.ledger.grow(decoding, rows)
-        for s, r in zip(decoding, rows, strict=True):
-            s.queued.append((seq, r))
-            s.last_launch = seq
-        return [
-            PageAppend(slot=s.slot, first=first, pages=pages)
-            for s, (first, pages) in zip(decoding, grown, strict=True)
-            if pages
-        ]
+    def _cover(self, decoding: list[Sequence], width: int, seq: int) -> tuple[list[int], list[PageAppend]]:
+        """Count the frame to its slots. Bounds on position + 1 over each one's rows, and the pages they need."""
+        reach = []
+        short, short_rows = list[Sequence](), list[int]()
+        for s in decoding:
+            rows = min(width, s.most_rows)
+            end = s.len_ub + rows
+            reach.append(end)
+            if end + s.lookahead > s.covered:
+                short.append(s)
+                short_rows.append(rows)
+        appends = (
+            [
+                PageAppend(s.slot, first, pages)
+                for s, (first, pages) in zip(short, self.ledger.grow(short, short_rows), strict=True)
+                if pages
+            ]
+            if short
+            else []
+        )
+        for s in decoding:
+            s.launched(seq, min(width, s.most_rows))
+        return reach, appends
 
-    def _choose_prefill(self, busy: bool, admits: list[Admit], seq: int) -> list[tuple[Sequence, PrefillSpan]]:
+    def _choose_prefill(
+        self, reading: list[Sequence], busy: bool, admits: list[Admit], seq: int
+    ) -> list[tuple[Sequence, PrefillSpan]]:
         """Prompt rows of this launch: started prompts first, then the queue, within one chunk's rows."""
         budget = self.config.prefill_chunk_busy if busy else self.config.prefill_chunk
         spans: list[tuple[Sequence, PrefillSpan]] = []
-        started = deque(s for s in self.running.values() if s.reads)
+        started = deque(reading)
         while budget:
             s = started.popleft() if started else self._admit(admits)
             if s is None:
@@ -170,7 +250,11 @@ class Scheduler:
 
     def _admit(self, admits: list[Admit]) -> Sequence | None:
         """Admit the head of the queue if a slot and pages are there; nobody overtakes it."""
-        if not self.waiting or any(s.state is State.LEAVING for s in self.running.values()):
+        if (
+            not self.waiting
+            or not self.ledger.free_slots
+            or any(s.state is State.LEAVING for s in self.running.values())
+        ):
             return None
         s = self.waiting[0]
         s.tokens = (*s.request.prompt_token_ids, *s.outputs)
@@ -207,7 +291,7 @@ class Scheduler:
 
         The last one stays: alone it always fits, once pages in flight have come back.
         """
-        while True:
+        while len(self.running) * self._most_pages > self.ledger.room:
             stay = [s for s in self.running.values() if s.state is State.RUNNING]
             if len(stay) < 2:
                 return

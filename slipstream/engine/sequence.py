@@ -29,8 +29,10 @@ class Sequence:
     The rest is valid while it owns a slot: tokens (known at admission), cached (tokens of a prefix hit),
     planned (prefill rows planned so far), prefilled (the record of the last chunk is collected, so `length`
     is a fact), length (committed length by collected records; before that len(tokens)), queued (launch, most
-    tokens) of decode frames not collected, last_launch (the last launch that names the slot), node (deepest
-    locked radix node), shared (pages of its table that the radix tree owns).
+    tokens) of decode frames not collected, ahead (the sum of those tokens), wanted (rows that its last collected
+    record asks for; all of them while nothing is known), covered (positions that its pages cover), last_launch
+    (the last launch that names the slot), node (deepest locked radix node), shared (pages of its table that the
+    radix tree owns).
     """
 
     request: Request
@@ -49,53 +51,55 @@ class Sequence:
     prefilled: bool = False
     length: int = 0
     queued: deque[tuple[int, int]] = field(default_factory=deque)
-    next_drafts: int | None = None
+    ahead: int = 0
+    wanted: int = 1
+    covered: int = 0
     last_launch: int = -1
     node: Node | None = None
     shared: set[int] = field(default_factory=set)
 
-    @property
-    def key(self) -> Key:
-        return self.request.request_id, self.request.child
+    def __post_init__(self) -> None:
+        self.key: Key = (self.request.request_id, self.request.child)
+        self.max_len = self.request.max_len
+        self.most_rows = 1 + self.num_drafts
 
     @property
     def reads(self) -> bool:
-        """Some of its prompt is still to be planned."""
-        return self.state is State.RUNNING and self.planned < len(self.tokens)
+        """Some of its prompt is still to be planned (and it owns a slot)."""
+        return self.planned < len(self.tokens)
 
     @property
-    def decodes(self) -> bool:
-        """The next launch may decode it: its prompt is planned, and it cannot be known to end before.
+    def goes_on(self) -> bool:
+        """With its prompt planned: whether it cannot be known to end before the next frame.
 
         An active slot emits at least one token per frame, so length + 1 + frames queued is a lower bound.
         """
-        lower = self.length + 1 + len(self.queued)
-        return self.state is State.RUNNING and not self.reads and lower < self.request.max_len
-
-    @property
-    def most_rows(self) -> int:
-        return 1 + self.num_drafts
-
-    @property
-    def wanted_rows(self) -> int:
-        """Rows that its last collected record asks for; all of them while nothing is known."""
-        return self.most_rows if self.next_drafts is None else 1 + min(self.num_drafts, self.next_drafts)
+        return self.length + 1 + len(self.queued) < self.max_len
 
     @property
     def len_ub(self) -> int:
         """Most tokens its committed length can have once all queued frames have run."""
-        return min(self.length + sum(rows for _, rows in self.queued), self.request.max_len)
+        return min(self.length + self.ahead, self.max_len)
 
     def cover(self, rows: int) -> int:
         """Positions that need pages so that one more frame of `rows` rows is safe.
 
         A drafter with KV of its own writes `lookahead` positions beyond the rows, but none past the limit.
         """
-        return min(self.len_ub + rows + self.lookahead, self.request.max_len + self.most_rows)
+        return min(self.len_ub + rows + self.lookahead, self.max_len + self.most_rows)
 
-    def reach(self, rows: int) -> int:
-        """Bound on position + 1 over the rows that the next frame verifies."""
-        return self.len_ub + rows
+    def launched(self, launch: int, rows: int) -> None:
+        """A decode frame that gives it at most `rows` rows is queued."""
+        self.queued.append((launch, rows))
+        self.ahead += rows
+        self.last_launch = launch
+
+    def advanced(self, launch: int, emitted: int) -> None:
+        """Its oldest queued frame is collected."""
+        expected, rows = self.queued.popleft()
+        assert launch == expected and emitted <= rows, f"launch {launch}: {emitted} tokens of at most {rows}"
+        self.ahead -= rows
+        self.length += emitted
 
     @property
     def soon(self) -> int:
@@ -104,7 +108,7 @@ class Sequence:
         Frames in flight are left out on purpose: when pages run short for these bounds, sitting out until
         they are collected is cheaper than a preemption.
         """
-        return min(self.length + self.most_rows, self.request.max_len) + self.most_rows
+        return min(self.length + self.most_rows, self.max_len) + self.most_rows
 
     def restart(self, *, slot: int, generation: int, start: int, node: Node, rereads: int = 0) -> None:
         """It owns `slot` now; KV of the first `start` tokens is there, the last `rereads` of them are read again."""
@@ -113,5 +117,5 @@ class Sequence:
         self.cached, self.planned = start, max(0, start - rereads)
         self.prefilled, self.length = False, len(self.tokens)
         self.queued.clear()
-        self.next_drafts = None
+        self.ahead, self.wanted = 0, self.most_rows
         self.node = node

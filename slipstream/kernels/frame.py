@@ -12,12 +12,9 @@ import torch
 from torch import Tensor
 
 from slipstream.sampling.rng import PURPOSE_SYNTHETIC, coin
-from slipstream.types import FinishCode
+from slipstream.types import RECORD_COLUMNS, FinishCode
 
 OP = "slipstream::"
-
-RECORD_COLUMNS = 6
-"""Columns of a record before its tokens: generation, emitted, accepted, drafted, finish, next drafts."""
 
 MAX_PACK_SLOTS = 1024
 """Most slots of `pack_rows` on a GPU: each program counts the rows of all slots by itself."""

@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from slipstream.types import FinishCode, FramePlan, FrameResult, Request
 
 
@@ -242,22 +240,14 @@ class FakeDevice:
 
 
 def _result(plan: FramePlan, records: list[Record]) -> FrameResult:
-    slots, generations, tokens, accepted, drafted, finish, ready, prefill = (
-        zip(*records, strict=True) if records else ((),) * 8
-    )
-    tokens_np = np.full((len(records), max((len(t) for t in tokens), default=1) or 1), -1, dtype=np.int64)
-    for row_np, t in zip(tokens_np, tokens, strict=True):
-        row_np[: len(t)] = t
-    as_np = [np.array(x, dtype=np.int64) for x in (generations, [len(t) for t in tokens], accepted, drafted)]
+    """As a device's: every record as wide as the widest, with tokens that nobody may read behind its own."""
+    width = max((len(tokens) for _, _, tokens, *_ in records), default=0)
     return FrameResult(
         seq=plan.seq,
-        slots=tuple(slots),
-        generation_np=as_np[0],
-        tokens_np=tokens_np,
-        n_emitted_np=as_np[1],
-        accepted_np=as_np[2],
-        drafted_np=as_np[3],
-        finish_np=np.array([int(f) for f in finish], dtype=np.int64),
-        next_drafts_np=np.array(ready, dtype=np.int64),
-        is_prefill=tuple(prefill),
+        slots=tuple(r[0] for r in records),
+        records=[
+            [generation, len(tokens), accepted, drafted, int(finish), ready, *tokens, *(-1,) * (width - len(tokens))]
+            for _, generation, tokens, accepted, drafted, finish, ready, _ in records
+        ],
+        decoded=sum(not prefill for *_, prefill in records),
     )

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import types
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ class FakeLLM:
         self.device_seconds += on_device
         self.now += self.jitter.pop(0) if self.jitter else 0.0
         self.frames += frames
-        spec = SpecStats(rounds=frames, drafted=frames * 3, accepted=frames * 3, emitted=frames * TAU)
+        spec = SpecStats(Counter({(3, 3, TAU): frames}))
         one = types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=[7] * params.max_tokens)], spec=spec)
         return [one for _ in prompts]
 

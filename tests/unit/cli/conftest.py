@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
@@ -71,7 +72,7 @@ class Engine:
         self.params.append(params)
         if self.error is not None:
             raise self.error
-        spec = SpecStats(rounds=2, drafted=3, accepted=2, emitted=4, accepted_per_position=[1, 1])
+        spec = SpecStats(Counter([(2, 2, 3), (1, 0, 1)]))
         ids = [i for _, data, _ in self.chunks for i in data]
         output = SimpleNamespace(
             prompt_token_ids=list(prompt),

@@ -138,7 +138,7 @@ def test_json_is_one_object_with_these_keys(engine, capsys):
             "accepted": 2,
             "acceptance_length": 2.0,
             "accepted_per_position": [1, 1],
-            "drafted_per_position": [],
+            "drafted_per_position": [2, 1],
         },
     }
 

@@ -17,15 +17,16 @@ if TYPE_CHECKING:
     from slipstream.train.loop import TrainOptions
     from slipstream.train.teacher import Teacher
 
-KINDS = ("eagle3", "dspark")
+KINDS = ("eagle3", "dspark", "corpus")
 
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(
-            "usage: slipstream train eagle3|dspark --out DIR [options]\n\n"
+            "usage: slipstream train eagle3|dspark|corpus --out DIR [options]\n\n"
             "  eagle3    an EAGLE-3 head: one layer over three tapped hidden states\n"
-            "  dspark    a DSpark drafter: a block of drafts at once, with a Markov and a confidence head\n\n"
+            "  dspark    a DSpark drafter: a block of drafts at once, with a Markov and a confidence head\n"
+            "  corpus    only the training text; several may be made side by side with other seeds\n\n"
             "Data is generated with the model itself. A run that was stopped goes on where it was."
         )
         return 0 if argv else 2
@@ -33,11 +34,13 @@ def main(argv: list[str]) -> int:
     if kind not in KINDS:
         raise ConfigError(f"unknown draft kind {kind!r}; choose from {', '.join(KINDS)}")
     args = _parser(kind).parse_args(argv[1:])
+    if kind == "corpus":
+        return _make_corpus(args)
     return _run(kind, args)
 
 
 def _parser(kind: str) -> Parser:
-    parser = Parser(prog=f"slipstream train {kind}", description=f"Train a {kind} draft for a model.")
+    parser = Parser(prog=f"slipstream train {kind}", description=f"Train: {kind}.")
     add = parser.add_argument
     add("--model", metavar="M", help="the target: directory, GGUF file or hub id (default: SmolLM2-135M-Instruct)")
     add("--out", metavar="DIR", required=True, help="where corpus, checkpoints, plot and the draft go")
@@ -47,9 +50,11 @@ def _parser(kind: str) -> Parser:
     data.add_argument("--prompts", metavar="FILE", help="user turns; without it the model writes its own")
     data.add_argument("--conversations", type=int, default=20_000, metavar="N")
     data.add_argument("--max-len", type=int, default=512, metavar="N", help="tokens of prompt and answer")
-    data.add_argument("--held-out", type=int, default=128, metavar="N", help="sequences kept for calibration")
     data.add_argument("--slots", type=int, metavar="N", help="answers generated side by side")
-    data.add_argument("--corpus", metavar="FILE", help="use this corpus instead of generating one")
+    if kind == "corpus":
+        return parser
+    data.add_argument("--held-out", type=int, default=128, metavar="N", help="sequences kept for calibration")
+    data.add_argument("--corpus", nargs="+", metavar="FILE", help="use these corpora instead of generating one")
     run = parser.add_argument_group("training")
     run.add_argument("--steps", type=int, default=1200, metavar="N")
     run.add_argument("--batch", type=int, default=64, metavar="N", help="sequences per step")
@@ -80,10 +85,7 @@ def _run(kind: str, args: Any) -> int:
     from slipstream.train.plot import plot
     from slipstream.train.teacher import Teacher
 
-    device = "cuda" if args.device == "auto" and torch.cuda.is_available() else args.device
-    device = "cpu" if device == "auto" else device
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    device, out = _place(args)
     options = loop.TrainOptions(
         steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed, checkpoint_every=args.checkpoint_every,
         time_limit=args.time_limit,
@@ -106,6 +108,25 @@ def _run(kind: str, args: Any) -> int:
         json.dumps({"loss": history.loss[-1], "acceptance": final, "seconds": round(history.seconds, 1)}) + "\n"
     )
     print(f"{kind} written to {out}; agreement by position {final}; try: slipstream generate --draft {out}")
+    return 0
+
+
+def _place(args: Any) -> tuple[str, Path]:
+    """The device, and the folder, made where it is missing."""
+    import torch
+
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    if args.device == "auto":
+        return ("cuda" if torch.cuda.is_available() else "cpu"), out
+    return args.device, out
+
+
+def _make_corpus(args: Any) -> int:
+    device, out = _place(args)
+    args.corpus = None
+    corpus = _corpus(args, out, device)
+    print(f"{out / 'corpus.safetensors'}: {len(corpus)} conversations, {corpus.answer_tokens} answer tokens")
     return 0
 
 
@@ -141,11 +162,13 @@ def _corpus(args: Any, out: Path, device: str) -> Corpus:
     """From a file, from an earlier start of this run, or generated now."""
     from slipstream.train.corpus import Corpus
 
-    path = Path(args.corpus) if args.corpus else out / "corpus.safetensors"
-    if path.is_file():
-        return Corpus.load(path)
+    path = out / "corpus.safetensors"
+    paths = [Path(p) for p in args.corpus] if args.corpus else [path]
+    if all(p.is_file() for p in paths):
+        return Corpus.load(*paths)
     if args.corpus:
-        raise ConfigError(f"--corpus {args.corpus!r} does not exist")
+        missing = next(p for p in paths if not p.is_file())
+        raise ConfigError(f"--corpus {str(missing)!r} does not exist")
     from slipstream.llm import LLM
     from slipstream.train.generate import Recipe, generate_corpus, read_prompts
 
@@ -157,7 +180,9 @@ def _corpus(args: Any, out: Path, device: str) -> Corpus:
     def say(what: str, done: int, total: int) -> None:
         print(f"{what}: {done}/{total} after {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
-    options: dict[str, Any] = {"slot_buckets": (32, slots) if slots > 32 else (slots,)} if device == "cuda" else {}
+    options: dict[str, Any] = {"num_pages": slots * (args.max_len // 32 + 2)}
+    if device == "cuda":
+        options["slot_buckets"] = (32, slots) if slots > 32 else (slots,)
     with LLM(args.model, device=device, max_slots=slots, max_model_len=args.max_len, **options) as llm:
         corpus = generate_corpus(llm, recipe, prompts=prompts, progress=say)
     corpus.save(path)
@@ -205,7 +230,7 @@ def _facts(kind: str, args: Any, options: TrainOptions, corpus: Corpus) -> dict[
     return {
         "kind": kind, "target": args.model or "default", "steps": options.steps, "batch": options.batch,
         "lr": options.lr, "seed": options.seed, "conversations": len(corpus), "answer_tokens": corpus.answer_tokens,
-        "data": args.prompts or args.corpus or "self-generated",
+        "data": args.prompts or "self-generated",
     }  # fmt: skip
 
 

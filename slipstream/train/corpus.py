@@ -63,21 +63,28 @@ class Corpus:
         )
 
     def save(self, path: Path) -> None:
-        """As safetensors; ids take 32 bits there."""
-        tensors = {
-            "tokens": self.token_NT.to(torch.int32),
-            "answer": self.answer_NT.to(torch.uint8),
-            "length": self.length_N,
-        }
-        save_file(tensors, path)
+        """As safetensors, without the padding: tokens one after the other, and two lengths per sequence."""
+        inside_NT = torch.arange(self.token_NT.shape[1]) < self.length_N[:, None]
+        small = torch.uint16 if int(self.token_NT.max()) < 1 << 16 else torch.int32
+        prompt_N = self.length_N - self.answer_NT.sum(1)
+        save_file(
+            {"tokens": self.token_NT[inside_NT].to(small), "length": self.length_N, "prompt_length": prompt_N}, path
+        )
 
     @classmethod
-    def load(cls, path: Path) -> Corpus:
-        tensors = load_file(path)
-        for name in ("tokens", "answer", "length"):
-            if name not in tensors:
-                raise ConfigError(f"{path} is no training corpus: it lacks the tensor {name!r}")
-        return cls(token_NT=tensors["tokens"].long(), answer_NT=tensors["answer"].bool(), length_N=tensors["length"])
+    def load(cls, *paths: Path) -> Corpus:
+        """One corpus from one or several files."""
+        pairs: list[tuple[list[int], list[int]]] = []
+        for path in paths:
+            tensors = load_file(path)
+            for name in ("tokens", "length", "prompt_length"):
+                if name not in tensors:
+                    raise ConfigError(f"{path} is no training corpus: it lacks the tensor {name!r}")
+            ids, at = tensors["tokens"].to(torch.int64).tolist(), 0
+            for length, prompt in zip(tensors["length"].tolist(), tensors["prompt_length"].tolist(), strict=True):
+                pairs.append((ids[at : at + prompt], ids[at + prompt : at + length]))
+                at += length
+        return cls.pack(pairs, max(len(p) + len(a) for p, a in pairs))
 
 
 def loops(ids: Sequence[int], n: int = 4, least: float = 0.5) -> bool:

@@ -79,6 +79,10 @@ class DSparkHead(DraftHead):
         self.markov_head = _Markov(c.vocab_size, rank)
         self.confidence_head = _Confidence(c.hidden_size + rank)
         self.embed_VH, self.head_VH, self.rope_table = teacher.embed_VH, teacher.head_VH, teacher.rope_table
+        with torch.no_grad():  # the target's basis, which its frozen head reads
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, -c.hidden_size :] += torch.eye(c.hidden_size)
+            self.norm.weight.copy_(teacher.final_norm_H)
 
     def loss(self, token_BT: Tensor, answer_BT: Tensor, features: Features) -> tuple[Tensor, dict[str, Any]]:
         """0.1 cross entropy + 0.9 L1 + confidence BCE over random anchors; before `overlap`, soft CE + BCE.

@@ -55,6 +55,22 @@ class Eagle3Head(DraftHead):
         self.draft_ids_D = draft_ids_D
         self.in_draft_V = torch.zeros(c.vocab_size, dtype=torch.bool, device=device)
         self.in_draft_V[draft_ids_D] = True
+        self._begin(teacher)
+
+    def _begin(self, teacher: Teacher) -> None:
+        """Start in the target's own basis, which its frozen head reads: the last tap goes straight through, and norm
+        and MLP are those of the target's end."""
+        h = self.config.hidden_size
+        with torch.no_grad():
+            self.fc.weight.mul_(0.1)
+            self.fc.weight[:, -h:] += torch.eye(h, device=self.fc.weight.device)
+            self.norm.weight.copy_(teacher.final_norm_H)
+            end = teacher.last_block
+            if end is not None:
+                self.midlayer.post_attention_layernorm.weight.copy_(end.post_norm_H)
+                self.midlayer.mlp.gate_proj.weight.copy_(end.gate_FH)
+                self.midlayer.mlp.up_proj.weight.copy_(end.up_FH)
+                self.midlayer.mlp.down_proj.weight.copy_(end.down_HF)
 
     def loss(self, token_BT: Tensor, answer_BT: Tensor, features: Features) -> tuple[Tensor, dict[str, Any]]:
         """Mean over positions of soft cross entropy to the target, weighted decay^s over `steps` unrolled steps.
@@ -70,6 +86,9 @@ class Eagle3Head(DraftHead):
         causal = torch.ones(length, length, dtype=torch.bool, device=token_BT.device).tril()
         keys: list[Tensor] = []
         values: list[Tensor] = []
+        with torch.no_grad():
+            best_BT = torch.stack([(x @ self.target_head_VH.T).argmax(-1) for x in features.hidden_BTH])
+            teacher_BTD = features.hidden_BTH @ self.head_DH.T
         total = token_BT.new_zeros((), dtype=torch.float32)
         accuracy = []
         for s in range(self.steps):
@@ -83,9 +102,11 @@ class Eagle3Head(DraftHead):
             h = h + layer.mlp(layer.post_attention_layernorm(h))
             # The row after the token just read is the one whose prediction is drafted.
             valid_BT = later(answer_BT, 2 + s)
-            step_loss, hits, count = self._step_loss(self.norm(h), later(features.hidden_BTH, 1 + s), valid_BT)
+            at = valid_BT.nonzero(as_tuple=True)
+            row = (at[0], at[1] + 1 + s)  # where the teacher made the prediction
+            step_loss, hits = self._step_loss(self.norm(h)[at], teacher_BTD[row], best_BT[row])
             total = total + self.decay**s * step_loss
-            accuracy.append((hits / count.clamp(min=1)).detach())
+            accuracy.append(hits / max(1, len(at[0])))
         return total, {"acceptance": torch.stack(accuracy)}
 
     def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], causal: Tensor) -> Tensor:
@@ -102,27 +123,24 @@ class Eagle3Head(DraftHead):
             out = out + p[..., length + i].permute(0, 3, 1, 2).unsqueeze(-1) * v.unsqueeze(3)
         return out.flatten(2, 3)
 
-    def _step_loss(self, h_BTH: Tensor, teacher_BTH: Tensor, valid_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Summed over positions, divided by their number; hits; number of judged positions (all valid ones)."""
-        h, teacher, valid = h_BTH.flatten(0, 1), teacher_BTH.flatten(0, 1), valid_BT.flatten()
-        loss = h.new_zeros((), dtype=torch.float32)
-        hits, covered = h.new_zeros((), dtype=torch.float32), h.new_zeros((), dtype=torch.float32)
-        for at in range(0, h.shape[0], _ROWS):
+    def _step_loss(self, h_RH: Tensor, teacher_RD: Tensor, best_R: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean cross entropy over the rows whose best token the draft vocabulary has; how many rows agree."""
+        loss = h_RH.new_zeros((), dtype=torch.float32)
+        hits, covered = loss.detach().clone(), loss.detach().clone()
+        for at in range(0, h_RH.shape[0], _ROWS):
             part = slice(at, at + _ROWS)
             one: tuple[Tensor, Tensor, Tensor] = checkpoint(
-                self._chunk_loss, h[part], teacher[part], valid[part], use_reentrant=False
+                self._chunk_loss, h_RH[part], teacher_RD[part], best_R[part], use_reentrant=False
             )
             loss, hits, covered = loss + one[0], hits + one[1], covered + one[2]
-        return loss / covered.clamp(min=1), hits, valid.sum()
+        return loss / covered.clamp(min=1), hits.detach()
 
-    def _chunk_loss(self, h_RH: Tensor, teacher_RH: Tensor, valid_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.no_grad():
-            best_R = (teacher_RH @ self.target_head_VH.T).argmax(-1)
-            covered_R = valid_R & self.in_draft_V[best_R]
-            p_RD = (teacher_RH @ self.head_DH.T).float().softmax(-1)
+    def _chunk_loss(self, h_RH: Tensor, teacher_RD: Tensor, best_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        covered_R = self.in_draft_V[best_R]
+        p_RD = teacher_RD.float().softmax(-1)
         logits_RD = (h_RH @ self.head_DH.T.to(h_RH.dtype)).float()
         ce_R = logits_RD.logsumexp(-1) - (p_RD * logits_RD).sum(-1)
-        hit_R = valid_R & (self.draft_ids_D[logits_RD.argmax(-1)] == best_R)
+        hit_R = self.draft_ids_D[logits_RD.detach().argmax(-1)] == best_R
         return (ce_R * covered_R).sum(), hit_R.sum().float(), covered_R.sum().float()
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

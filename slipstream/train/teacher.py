@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,21 @@ class Features:
     hidden_BTH: Tensor
 
 
+@dataclass(frozen=True, kw_only=True)
+class LastBlock:
+    """Weights of the last layer's MLP, where a draft may start from."""
+
+    post_norm_H: Tensor
+    gate_FH: Tensor
+    up_FH: Tensor
+    down_HF: Tensor
+
+
 class Teacher:
-    """A dense target. embed_VH and head_VH are its tables, usable in autograd as constants."""
+    """A dense target. embed_VH and head_VH are its tables, usable in autograd as constants.
+
+    last_block: None where the last layer is not a plain gated MLP.
+    """
 
     def __init__(self, loaded: LoadedModel, taps: tuple[int, ...]) -> None:
         model = loaded.model
@@ -52,8 +66,19 @@ class Teacher:
         # The weights were made in inference mode; copies made outside it may be saved for backward.
         self.embed_VH = embed.table_VH.clone()
         self.head_VH = self.embed_VH if head.weight_NK is embed.table_VH else head.weight_NK.clone()
-        rotary: RotaryTable = getattr(model, "rotary")  # noqa: B009
+        parts: Any = model
+        rotary: RotaryTable = parts.rotary
         self.rope_table = rotary.table.clone()
+        self.final_norm_H = parts.norm.weight.clone()
+        end = parts.blocks[-1]
+        self.last_block: LastBlock | None = None
+        gate_up, down = getattr(end, "gate_up", None), getattr(end, "down", None)
+        if isinstance(gate_up, Dense) and isinstance(down, Dense):
+            gate, up = gate_up.weight_NK.chunk(2)
+            self.last_block = LastBlock(
+                post_norm_H=end.post_norm.weight.clone(), gate_FH=gate.clone(), up_FH=up.clone(),
+                down_HF=down.weight_NK.clone(),
+            )  # fmt: skip
 
     @classmethod
     def load(cls, source: str | None, *, taps: tuple[int, ...], device: str, dtype: str) -> Teacher:

@@ -37,7 +37,7 @@ class StubFrame:
 
     def __init__(self, state: SlotState) -> None:
         self.state = state
-        self.kv = SimpleNamespace(page_size=32)
+        self.kv, self.model = SimpleNamespace(page_size=32), SimpleNamespace(dtype=torch.bfloat16)
         self.ns = 0
 
     def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     context = min(m.config.max_position_embeddings for m in kv_models)
     engine = resolve_engine(
         config, context=context, num_drafts=num_drafts, lookahead=num_drafts if draft_loaded else 0,
-        kv_bytes_per_token=token_bytes,
+        eos_ids=len(_eos_ids(loaded, tokenizer)), kv_bytes_per_token=token_bytes,
         memory_bytes=_kv_budget(config, device), on_cpu=device.type == "cpu",
     )  # fmt: skip
     real = torch.float64 if model.dtype == torch.float64 else torch.float32
@@ -76,7 +76,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     state = SlotState(
         max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
         num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy),
-        widest_frame=max(engine.slot_buckets, default=0),
+        widest_frame=max(engine.slot_buckets, default=0), max_stop_ids=engine.max_stop_ids,
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None,
     )  # fmt: skip
     fused, workspace = _kernels(model, kv, device)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.types import MAX_DRAFTS
+from slipstream.types import MAX_DRAFTS, MAX_STOP_IDS
 
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 DEFAULT_DRAFTS = 3
@@ -22,7 +24,8 @@ class EngineConfig:
     the same while somebody does. lookahead: positions beyond the verified rows that the drafter's own KV needs.
     rereads: positions before the end of a prefix hit that are read again, for drafters that need what the target
     computes there.
-    row_tiers: rows per slot that a frame may have; empty means exact.
+    row_tiers: rows per slot that a frame may have; empty means exact. max_stop_ids: stop token ids of a request,
+    those that end a sequence for the model included.
     """
 
     max_slots: int = 16
@@ -39,6 +42,7 @@ class EngineConfig:
     slot_buckets: tuple[int, ...] = ()
     row_tiers: tuple[int, ...] = ()
     max_waiting: int = 100_000
+    max_stop_ids: int = MAX_STOP_IDS
 
     def __post_init__(self) -> None:
         _between("max_slots", self.max_slots, 1, 4096)
@@ -47,6 +51,7 @@ class EngineConfig:
         _between("max_model_len", self.max_model_len, 2, 2**24)
         _between("run_ahead", self.run_ahead, 1, 64)
         _between("num_drafts", self.num_drafts, 0, MAX_DRAFTS)
+        _between("max_stop_ids", self.max_stop_ids, 1, 1024)
         _between("prefill_chunk", self.prefill_chunk, 1, 1 << 16)
         _between("prefill_chunk_busy", self.prefill_chunk_busy, 1, 1 << 16)
         for bucket in self.slot_buckets:
@@ -124,6 +129,7 @@ class LLMConfig:
         return cls(**options)
 
     def __post_init__(self) -> None:
+        self._check_types()
         if self.device not in ("auto", "cpu", "cuda"):
             raise ConfigError(f"device={self.device!r} must be auto, cpu or cuda")
         if self.dtype not in DTYPES:
@@ -138,6 +144,8 @@ class LLMConfig:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not 0 < value < float("inf")):
                 raise ConfigError(f"{name}={value!r} must be a number above 0")
+        if self.num_drafts == 0 and self.draft not in (None, "none"):
+            raise ConfigError(f"num_drafts=0 leaves draft={self.draft!r} nothing to do; leave one of the two out")
         if self.draft is None and self.num_drafts:
             raise ConfigError(f'num_drafts={self.num_drafts} needs a draft; give draft="ngram" or a draft model')
         if self.synthetic_acceptance is not None:
@@ -149,6 +157,34 @@ class LLMConfig:
                     f"synthetic_acceptance={self.synthetic_acceptance} must be from 1 to num_drafts + 1 = {drafts + 1}"
                 )
 
+    def _check_types(self) -> None:
+        """What comes from a config file or an environment is often text where a number is meant."""
+        for kinds, what, names in _KINDS:
+            for name in names:
+                value, default = getattr(self, name), getattr(type(self), name, None)
+                if value is default is None:
+                    continue
+                if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+                    raise ConfigError(f"{name}={value!r} must be {what}, not {type(value).__name__}")
+        for name in ("slot_buckets", "row_tiers"):
+            value = getattr(self, name)
+            if not isinstance(value, (tuple, list)) or not all(type(n) is int for n in value):
+                raise ConfigError(f"{name}={value!r} must be a list of whole numbers")
+
+
+_KINDS: tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...] = (
+    (
+        (int,), "a whole number",
+        ("num_drafts", "seed", "threads", "run_ahead", "max_model_len", "max_slots", "page_size", "num_pages",
+         "prefill_chunk"),
+    ),
+    ((int, float), "a number", ("synthetic_acceptance",)),
+    ((str, os.PathLike), "text or a path", ("model", "tokenizer")),
+    ((str,), "text", ("device", "dtype", "load_format", "revision")),
+    ((bool,), "True or False", ("prefix_cache", "cuda_graphs")),
+    ((Mapping,), "a mapping of option names to values", ("draft_options",)),
+)  # fmt: skip
+
 
 def resolve_engine(
     user: LLMConfig,
@@ -157,13 +193,15 @@ def resolve_engine(
     num_drafts: int,
     lookahead: int,
     rereads: int = 0,
+    eos_ids: int = 0,
     kv_bytes_per_token: int,
     memory_bytes: int,
     on_cpu: bool,
 ) -> EngineConfig:
     """Every engine number, from what the user said, the model's context and the memory there is for KV.
 
-    context: the model's longest sequence. memory_bytes: what may be spent on pages when num_pages is not given.
+    context: the model's longest sequence. eos_ids: how many tokens end a sequence for the model. memory_bytes: what may
+    be spent on pages when num_pages is not given.
     """
     max_model_len = context if user.max_model_len is None else user.max_model_len
     if max_model_len > context:
@@ -207,4 +245,5 @@ def resolve_engine(
         prefix_cache=user.prefix_cache,
         slot_buckets=buckets,
         row_tiers=tiers,
+        max_stop_ids=max(MAX_STOP_IDS, eos_ids + MAX_STOP_IDS // 2),
     )

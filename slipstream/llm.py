@@ -19,7 +19,7 @@ from slipstream.errors import InvalidRequestError
 from slipstream.outputs import CompletionOutput, RequestOutput, StreamChunk
 from slipstream.sampling.rng import request_key
 from slipstream.text import TextStream, Tokenizer
-from slipstream.types import MAX_STOP_IDS, Request, SamplingParams, TokenEvent
+from slipstream.types import Request, SamplingParams, TokenEvent
 
 Prompt = str | Sequence[int]
 
@@ -29,6 +29,7 @@ class _Live:
     """A request in flight: its output so far, one text stream per child.
 
     unread: chunks that a caller of `stream` has not taken yet; None when nobody reads chunks.
+    finished: where the output goes for the call of `generate` that waits for it, whoever turned the engine.
     """
 
     output: RequestOutput
@@ -36,6 +37,7 @@ class _Live:
     needs_ack: bool
     open: set[int] = field(default_factory=set)
     unread: deque[StreamChunk] | None = None
+    finished: deque[RequestOutput] | None = None
 
 
 class LLM:
@@ -47,6 +49,7 @@ class LLM:
     it reads a result. Unknown options are errors. Everything is decided before anything is built: see `resolved`.
 
     Raises ConfigError for options that cannot work, ModelLoadError for models that cannot be loaded.
+    Several threads may call at once: they take turns with the engine, and their requests share its frames.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -61,6 +64,7 @@ class LLM:
         self._engine = EngineCore(built.engine_config, built.device)
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
+        self._turn = threading.RLock()  # whoever holds it may touch the engine and `_live`
 
     # -- public calls ---------------------------------------------------------------------------------------
 
@@ -81,17 +85,20 @@ class LLM:
         ids: list[str] = []
         waiting: set[str] = set()
         done: dict[str, RequestOutput] = {}
+        finished: deque[RequestOutput] = deque()
         bar = _Progress(len(requests), enabled=use_tqdm and len(requests) > 1)
         try:
             for r in requests:
-                ids.append(self._submit(*r))
+                ids.append(self._submit(*r, finished=finished))
                 waiting.add(ids[-1])
             while waiting:
-                for chunk in self._step():
-                    if chunk.output is not None and chunk.output.request_id in waiting:
-                        waiting.discard(chunk.output.request_id)
-                        done[chunk.output.request_id] = chunk.output
-                        bar.advance(sum(len(o.token_ids) for o in chunk.output.outputs))
+                if not finished:
+                    self._step()
+                while finished:
+                    output = finished.popleft()
+                    waiting.discard(output.request_id)
+                    done[output.request_id] = output
+                    bar.advance(sum(len(o.token_ids) for o in output.outputs))
         finally:
             bar.close()
             for request_id in waiting:
@@ -117,16 +124,17 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:
         """Yield chunks as frames are collected; leaving the iterator early aborts the request."""
-        request_id = self._submit(*self._prepare(prompt, params or self.default_sampling_params()))
         # Other calls may turn the engine between two chunks; what they bring for this request waits here.
-        unread = self._live[request_id].unread = deque()
+        unread: deque[StreamChunk] = deque()
+        request_id = self._submit(*self._prepare(prompt, params or self.default_sampling_params()), unread=unread)
         finished = False
         try:
             while not finished:
-                if not unread:
-                    if request_id not in self._live:
+                with self._turn:
+                    if not unread and request_id not in self._live:
                         return  # closed or aborted from elsewhere
-                    self._step()
+                    if not unread:
+                        self._step()
                 while unread:
                     chunk = unread.popleft()
                     finished = chunk.output is not None
@@ -137,12 +145,12 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """End a request; its slots return within `run_ahead` frames."""
-        live = self._live.pop(request_id, None)
-        if live is None:
-            return
-        self._engine.abort(request_id)
-        while self._engine.has_work and not self._live and not self._engine.dead:
-            self._engine.step()
+        with self._turn:
+            if self._live.pop(request_id, None) is None:
+                return
+            self._engine.abort(request_id)
+            while self._engine.has_work and not self._live and not self._engine.dead:
+                self._engine.step()
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the model's generation_config, where it names a temperature, top_k, top_p or min_p."""
@@ -207,8 +215,9 @@ class LLM:
             raise InvalidRequestError(
                 f"min_tokens={params.min_tokens} is above the {context - len(ids)} tokens that fit"
             )
-        if len(self._stop_ids(params)) > MAX_STOP_IDS:
-            raise InvalidRequestError(f"{len(self._stop_ids(params))} stop token ids; the limit is {MAX_STOP_IDS}")
+        stops, most = len(self._stop_ids(params)), self._built.engine_config.max_stop_ids
+        if stops > most:
+            raise InvalidRequestError(f"{stops} stop token ids; the limit is {most}")
         if params.stop and not self.tokenizer.present:
             raise InvalidRequestError(f"stop={list(params.stop)!r} needs a tokenizer, and this model has none")
         return text, ids, params
@@ -217,7 +226,15 @@ class LLM:
         ends = () if params.ignore_eos else self._built.eos_ids
         return tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
 
-    def _submit(self, text: str | None, ids: tuple[int, ...], params: SamplingParams) -> str:
+    def _submit(
+        self,
+        text: str | None,
+        ids: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        unread: deque[StreamChunk] | None = None,
+        finished: deque[RequestOutput] | None = None,
+    ) -> str:
         request_id = f"req-{next(self._ids)}"
         context = self._built.engine_config.max_model_len
         max_len = context if params.max_tokens is None else len(ids) + params.max_tokens
@@ -226,20 +243,23 @@ class LLM:
             streams=[TextStream.for_request(self.tokenizer, params, continues=True) for _ in range(params.n)],
             needs_ack=bool(params.stop),
             open=set(range(params.n)),
+            unread=unread,
+            finished=finished,
         )
         key = request_key(params.seed)
-        self._live[request_id] = live
-        try:
-            for child in range(params.n):
-                self._engine.add(
-                    Request(
-                        request_id=request_id, prompt_token_ids=ids, params=params, child=child, key=key,
-                        stop_ids=self._stop_ids(params), max_len=max_len, needs_ack=live.needs_ack,
-                    )
-                )  # fmt: skip
-        except InvalidRequestError:
-            self.abort(request_id)  # its first children may be in already
-            raise
+        with self._turn:
+            self._live[request_id] = live
+            try:
+                for child in range(params.n):
+                    self._engine.add(
+                        Request(
+                            request_id=request_id, prompt_token_ids=ids, params=params, child=child, key=key,
+                            stop_ids=self._stop_ids(params), max_len=max_len, needs_ack=live.needs_ack,
+                        )
+                    )  # fmt: skip
+            except InvalidRequestError:
+                self.abort(request_id)  # its first children may be in already
+                raise
         return request_id
 
     # -- the loop -------------------------------------------------------------------------------------------
@@ -247,16 +267,19 @@ class LLM:
     def _step(self) -> list[StreamChunk]:
         """One turn of the engine; its tokens become text here, and cuts go back at once."""
         chunks = []
-        with _held_interrupts():
-            events = self._engine.step()
-        for event in events:
-            live = self._live.get(event.request_id)
-            if live is None or event.child not in live.open:
-                continue
-            chunk = self._take(live, event)
-            chunks.append(chunk)
-            if live.unread is not None:
-                live.unread.append(chunk)
+        with self._turn:
+            with _held_interrupts():
+                events = self._engine.step()
+            for event in events:
+                live = self._live.get(event.request_id)
+                if live is None or event.child not in live.open:
+                    continue
+                chunk = self._take(live, event)
+                chunks.append(chunk)
+                if live.unread is not None:
+                    live.unread.append(chunk)
+                if live.finished is not None and chunk.output is not None:
+                    live.finished.append(chunk.output)
         return chunks
 
     def _take(self, live: _Live, event: TokenEvent) -> StreamChunk:

@@ -20,7 +20,8 @@ import numpy.typing as npt
 from slipstream.errors import InvalidRequestError, UnsupportedError
 
 MAX_STOP_IDS = 16
-"""Width of a slot's table of stop token ids, end-of-sequence ids included."""
+"""Stop token ids of a request, end-of-sequence ids included. A model that has more than half of these of its own gets
+a wider table, see `EngineConfig.max_stop_ids`."""
 
 MIN_TEMPERATURE = 1e-5
 """Temperatures between 0 and this are raised to it, so that scaled logits stay finite in float32."""
@@ -161,7 +162,7 @@ class Request:
     """One sequence to generate, as the engine sees it (child `child` of `params.n`).
 
     key: 64-bit noise key as a signed int64; from the seed when there is one, else drawn per request.
-    stop_ids: token ids that end it, eos included unless ignore_eos; at most MAX_STOP_IDS.
+    stop_ids: token ids that end it, eos included unless ignore_eos; at most EngineConfig.max_stop_ids.
     max_len: most tokens the sequence may have, prompt included.
     needs_ack: the text side looks for stop strings; tokens count as returned only once acknowledged.
     salt: prefix-cache tenant; sequences share pages only within one salt.

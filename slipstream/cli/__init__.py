@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -13,8 +14,10 @@ from typing import NamedTuple
 from slipstream.errors import ConfigError, SlipstreamError, UnsupportedError
 
 EXIT_USER_ERROR = 2
+EXIT_NO_OUTPUT = 74
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
+_CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EBADF)
 
 
 class Command(NamedTuple):
@@ -35,7 +38,12 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0, or 2 for whatever the user can put right."""
+    """Runs one command and returns its exit code: 0, or 2 for whatever the user can put right, 74 (EX_IOERR) when the
+    output cannot be written."""
+    if sys.stdout is None:  # closed before we began, as by `>&-`
+        if sys.stderr is not None:
+            print("slipstream: error: standard output is closed", file=sys.stderr)
+        return EXIT_NO_OUTPUT
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 must not end the program
@@ -50,6 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_stdout()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _CANNOT_WRITE:
+            raise
+        _forget_stdout()
+        print(f"slipstream: error: cannot write the output: {error.strerror}", file=sys.stderr)
+        return EXIT_NO_OUTPUT
 
 
 def report(error: Exception) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.types import MAX_STOP_IDS, MIN_TEMPERATURE, Admit, FramePlan, IntArray, PageAppend
+from slipstream.types import MIN_TEMPERATURE, Admit, FramePlan, IntArray, PageAppend
 
 Pairs = tuple[IntArray, IntArray]
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
@@ -88,7 +88,7 @@ class ControlWriter:
             ("min_p", bits(params.min_p)),
         ):
             self._put(name, a.slot, (value,))
-        self._put("stop_ids", a.slot, (*request.stop_ids, *(-1,) * (MAX_STOP_IDS - len(request.stop_ids))))
+        self._put("stop_ids", a.slot, (*request.stop_ids, *(-1,) * (self.stride["stop_ids"] - len(request.stop_ids))))
         self._put("history", a.slot, a.tokens)
         self._put("table", a.slot, (*a.pages, *(0,) * (self.stride["table"] - len(a.pages))))
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.frame import Frame
+from slipstream.device.precision import IeeeProducts
 from slipstream.errors import ConfigError
 from slipstream.types import FramePlan
 
@@ -91,7 +92,7 @@ class FrameGraphs:
         slot_B = self.frame.state.decode_B[: shape.slots]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.inference_mode():
+        with torch.inference_mode(), IeeeProducts(wanted=self.frame.model.dtype == torch.float32):
             with torch.cuda.stream(stream):
                 self.frame.decode(plan, slot_B)  # compiles kernels and fills the allocator's caches
             torch.cuda.current_stream().wait_stream(stream)

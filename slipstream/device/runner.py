@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.device.control import ControlWriter
 from slipstream.device.frame import Frame
+from slipstream.device.precision import IeeeProducts
 from slipstream.device.staging import RecordRing, UploadRing
 from slipstream.types import RECORD_COLUMNS, FramePlan, FrameResult
 
@@ -38,6 +39,7 @@ class Device:
     def __init__(self, frame: Frame, *, run_ahead: int, graphs: FrameGraphs | None = None) -> None:
         self.frame = frame
         self.graphs = graphs
+        self.exact = IeeeProducts(wanted=frame.model.dtype == torch.float32)
         state = frame.state
         self.control = ControlWriter(state.offset, state.shapes, num_drafts=state.num_drafts)
         depth = run_ahead + 1
@@ -50,7 +52,7 @@ class Device:
 
     def launch(self, plan: FramePlan) -> None:
         began = time.perf_counter()
-        with torch.inference_mode():
+        with torch.inference_mode(), self.exact:
             self._launch(plan)
         if self.frame.state.device.type == "cpu":
             self.device_seconds += time.perf_counter() - began

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.config import EngineConfig
 from slipstream.errors import InvalidRequestError
-from slipstream.types import MAX_STOP_IDS, Request
+from slipstream.types import Request
 
 
 def check_request(request: Request, config: EngineConfig) -> int:
@@ -27,8 +27,8 @@ def check_request(request: Request, config: EngineConfig) -> int:
     low = min(request.prompt_token_ids)
     if low < 0:
         raise InvalidRequestError(f"the prompt has token id {low}; ids start at 0")
-    if len(request.stop_ids) > MAX_STOP_IDS:
-        raise InvalidRequestError(f"{len(request.stop_ids)} stop token ids; the limit is {MAX_STOP_IDS}")
+    if len(request.stop_ids) > config.max_stop_ids:
+        raise InvalidRequestError(f"{len(request.stop_ids)} stop token ids; the limit is {config.max_stop_ids}")
     drafts = config.num_drafts if request.num_drafts is None else request.num_drafts
     if not 0 <= drafts <= config.num_drafts:
         raise InvalidRequestError(f"num_drafts={drafts} must be from 0 to {config.num_drafts}, the engine's")

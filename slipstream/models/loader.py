@@ -250,7 +250,10 @@ def _chat_template(folder: Path) -> str | None:
     """`chat_template.jinja`, else the one in `tokenizer_config.json` (of several, "default")."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelLoadError(f"{path} cannot be read: {error}") from error
     if not (folder / _TOKENIZER_FILES[1]).is_file():
         return None
     template = read_json(folder / _TOKENIZER_FILES[1]).get("chat_template")

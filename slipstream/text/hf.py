@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,8 @@ def _add_tokens(
         add([tokenizers.AddedToken(text, special=bool(entry.get("special")), **options)])
     more = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     values = more.values() if isinstance(more, Mapping) else more
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ModelLoadError(f"additional_special_tokens={more!r} in tokenizer_config.json must be a list of tokens")
     known = {t.content for t in backend.get_added_tokens_decoder().values()}
     for text in [*roles.values(), *filter(None, map(_content, values))]:
         if text not in known and backend.token_to_id(text) is not None:

@@ -1,11 +1,12 @@
-"""ms per decode step of a captured layer stack with random weights: our kernels beside cuBLAS and the floor.
+"""Our kernels on a GPU: a target's whole pass in its variants, and every kernel of the registry beside torch.
 
-    python bench/kernels_gpu.py [--models 8b,1b] [--rows 1,8,32] [--context 400] [--out FILE]
+    python bench/kernels_gpu.py [--models 8b,1b] [--rows 1x1,8x1,8x4,32x1,32x4,32x8] [--context 400] [--out FILE]
 
-One step: all layers (norm + qkv + rope + KV write, attention, o + residual, norm + gate-up + SiLU, down + residual),
-head and argmax, in one CUDA graph, each layer with its own weights. `cublas` is the same step with torch.mm and
-our small kernels around it. floor_ms: weight bytes over the best read rate measured in the same run.
-One JSON line per case.
+A pass (rows as slots x rows per slot) is `FusedDecoder` on random weights in one CUDA graph: `fused`, as the engine
+runs it; `streamed`, all products ours (up to 128 rows); `library`, all products the library's, `library_pdl` with
+dependent launches behind them; `plain`, the model's own forward. floor_ms: weight bytes over the best read rate of
+the same run. A kernel is timed alone, captured several times in a row; `torch_us` is its reference as torch
+operations in a graph, for products the library's product. One JSON line per case; exit 2 if a kernel has no case.
 """
 
 from __future__ import annotations
@@ -14,24 +15,43 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slipstream.kernels import attention, gemm, norm, rope, sample
+from slipstream.attention.kernel import KernelAttention
+from slipstream.attention.paged import cache_slots
+from slipstream.kernels import registry
+from slipstream.kernels.tuning import MAX_STREAM_ROWS, PassConfig
 from slipstream.kernels.workspace import Workspace
+from slipstream.memory.kv import KVPages
+from slipstream.models.config import parse_hf_config
+from slipstream.models.decoder import Decoder
+from slipstream.models.dummy import DummyWeights
+from slipstream.models.fused import FusedDecoder
+from slipstream.models.registry import model_class
+from slipstream.models.weights import WeightBuilder
 
 SHAPES: dict[str, dict[str, int]] = {
-    "8b": {"hidden": 4096, "inner": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "dim": 128, "vocab": 128256},
-    "1b": {"hidden": 2048, "inner": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "dim": 64, "vocab": 128256},
-}
-BF16, EPS, PAGE = torch.bfloat16, 1e-5, 32
+    "8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128,
+    },
+    "1b": {
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 64,
+    },
+}  # fmt: skip
+VOCAB, BF16, EPS, PAGE = 128256, torch.bfloat16, 1e-5, 32
+ALL_LIBRARY = {"rope": 0, "residual": 0, "silu": 0, "head": 0}
+ALL_STREAMED = dict.fromkeys(ALL_LIBRARY, MAX_STREAM_ROWS)
 
 
 def graph_ms(step: Callable[[], Any], repeats: int = 31) -> float:
@@ -59,62 +79,6 @@ def graph_ms(step: Callable[[], Any], repeats: int = 31) -> float:
     return sorted(times)[repeats // 2]
 
 
-class Stack:
-    """Random weights and caches of one model shape."""
-
-    def __init__(self, shape: dict[str, int], context: int) -> None:
-        s = self.shape = shape
-        h, dim = s["hidden"], s["dim"]
-        qkv = ((s["heads"] + 2 * s["kv_heads"]) * dim, h)
-        sizes = [qkv, (h, s["heads"] * dim), (2 * s["inner"], h), (h, s["inner"])]
-        self.layers = [[self._random(*size) for size in sizes] for _ in range(s["layers"])]
-        self.head = self._random(s["vocab"], h)
-        self.gains = [torch.rand(h, device="cuda").add_(0.5).to(BF16) for _ in range(2 * s["layers"] + 1)]
-        self.weight_bytes = 2 * (self.head.numel() + sum(w.numel() for layer in self.layers for w in layer))
-        pages = -(-context // PAGE)
-        self.table = torch.zeros(65, pages, dtype=torch.int32, device="cuda")
-        self.table[1:] = (torch.randperm(64 * pages, device="cuda") + 1).view(64, pages)
-        cache = (64 * pages + 1, PAGE, s["kv_heads"], dim)
-        self.caches = [[torch.randn(cache, device="cuda").to(BF16) for _ in "kv"] for _ in range(s["layers"])]
-        angle = torch.arange(context, device="cuda")[:, None] * 5e5 ** (-torch.arange(0, dim, 2, device="cuda") / dim)
-        self.cos, self.sin = angle.cos(), angle.sin()
-        work = Workspace("cuda")
-        self.ws = (work.partial, work.counters)
-
-    @staticmethod
-    def _random(n: int, k: int) -> Tensor:
-        return torch.empty(n, k, device="cuda", dtype=BF16).normal_(0, k**-0.5)
-
-    def streamed(self, x: Tensor, slot: Tensor, pos: Tensor, pdl: bool) -> tuple[Tensor, Tensor]:
-        s, ws, gains = self.shape, self.ws, iter(self.gains)
-        h = x
-        xg, sq = norm.norm_prepare(h, next(gains), pdl)
-        for (qkv, o, gate_up, down), (k, v) in zip(self.layers, self.caches, strict=True):
-            where = (self.table, slot, pos, pos, s["heads"])
-            q = gemm.stream_rope(
-                xg, qkv, None, sq, EPS, k, v, self.cos, self.sin, None, None, EPS, *where, *ws, pdl
-            )  # fmt: skip
-            a = attention.paged_attention(q, k, v, self.table, slot, pos, None, s["dim"] ** -0.5, *ws, pdl)
-            h, xg, sq = gemm.stream_residual(a.flatten(1), o, h, next(gains), *ws, pdl)
-            act = gemm.stream_swiglu(xg, gate_up, sq, EPS, *ws, pdl)
-            h, xg, sq = gemm.stream_residual(act, down, h, next(gains), *ws, pdl)
-        logits, best, ids = gemm.stream_head(xg, self.head, sq, EPS, *ws, True, pdl)
-        return logits, sample.argmax_finish(best, ids, s["vocab"], pdl)
-
-    def cublas(self, x: Tensor, slot: Tensor, pos: Tensor) -> tuple[Tensor, Tensor]:
-        s, ws, gains = self.shape, self.ws, iter(self.gains)
-        h, y = x, norm.rms_norm(x, next(gains), EPS)
-        for (qkv, o, gate_up, down), (k, v) in zip(self.layers, self.caches, strict=True):
-            q = rope.rope_kv_write(
-                torch.mm(y, qkv.T), k, v, self.cos, self.sin, None, None, self.table, slot, pos, pos, s["heads"], EPS
-            )
-            a = attention.paged_attention(q, k, v, self.table, slot, pos, None, s["dim"] ** -0.5, *ws)
-            h, y = norm.residual_norm(torch.mm(a.flatten(1), o.T), h, next(gains), EPS)
-            h, y = norm.residual_norm(torch.mm(norm.silu_mul(torch.mm(y, gate_up.T)), down.T), h, next(gains), EPS)
-        logits = torch.mm(y, self.head.T)
-        return logits, sample.argmax_rows(logits)
-
-
 def read_tb_s() -> float:
     """Best pure-read rate: a Triton sum over 4 GiB."""
     import triton
@@ -139,45 +103,196 @@ def read_tb_s() -> float:
     return max(rate(waves) for waves in (3, 4, 6))
 
 
-def measure(stack: Stack, name: str, rows: int, context: int, rate: float) -> dict[str, Any]:
-    """One case: the step by our kernels (with and without dependent launch) and by cuBLAS."""
-    x = torch.randn(rows, SHAPES[name]["hidden"], device="cuda").to(BF16)
-    slot = torch.arange(1, rows + 1, device="cuda", dtype=torch.int32)
-    pos = torch.full((rows,), context - 1, device="cuda", dtype=torch.int32)
-    eager = stack.streamed(x, slot, pos, False)[0]
-    other = stack.cublas(x, slot, pos)[0].float()
-    floor = stack.weight_bytes / rate / 1e9
-    ours = graph_ms(lambda: stack.streamed(x, slot, pos, True))
-    case: dict[str, Any] = {
-        "model": name,
-        "rows": rows,
-        "ours_ms": ours,
-        "ours_no_pdl_ms": graph_ms(lambda: stack.streamed(x, slot, pos, False)),
-        "cublas_ms": graph_ms(lambda: stack.cublas(x, slot, pos)),
-        "floor_ms": floor,
-        "share_of_floor": floor / ours,
-        "pdl_bit_equal": torch.equal(stack.streamed(x, slot, pos, True)[0], eager),
-        "logits_vs_cublas": float((eager - other).norm() / other.norm()),
+class Rows:
+    """`slots` x `per_slot` decode rows behind `context` cached tokens, pages in random order."""
+
+    def __init__(self, slots: int, per_slot: int, context: int) -> None:
+        pages = -(-(context + per_slot) // PAGE)
+        self.per_slot, self.count = per_slot, slots * per_slot
+        self.table_SP = torch.zeros(slots + 1, pages, dtype=torch.int64, device="cuda")
+        self.table_SP[1:] = (torch.randperm(slots * pages, device="cuda") + 1).view(slots, pages)
+        self.num_pages = slots * pages
+        self.slot_R = torch.arange(self.count, device="cuda") // per_slot + 1
+        self.pos_R = context + torch.arange(self.count, device="cuda") % per_slot
+        self.token_R = torch.randint(0, VOCAB, (self.count,), device="cuda")
+
+
+def build(name: str) -> Decoder:
+    values = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB, "rms_norm_eps": EPS,
+        "rope_theta": 500000.0, "max_position_embeddings": 8192, "tie_word_embeddings": False, **SHAPES[name],
+    }  # fmt: skip
+    config, device = parse_hf_config(values), torch.device("cuda")
+    weights = WeightBuilder(DummyWeights(config, seed=0, device=device), device=device, dtype=BF16)
+    model = model_class(config.architecture)(config, weights)
+    assert isinstance(model, Decoder)
+    return model
+
+
+def pass_case(model: Decoder, rows: Rows, rate: float) -> dict[str, Any]:
+    c = model.config
+    kv = KVPages(
+        num_layers=c.num_layers, num_pages=rows.num_pages, page_size=PAGE, num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim, dtype=BF16, device=torch.device("cuda"),
+    )  # fmt: skip
+    kv.data.normal_()
+    workspace = Workspace("cuda")
+    where = (rows.slot_R, rows.pos_R, rows.table_SP)
+
+    def fused(config: PassConfig) -> Callable[[], Tensor]:
+        decoder = FusedDecoder(model, kv, workspace, pdl=True, config=config)
+        return lambda: decoder.run(rows.token_R, *where, logits=True, width=rows.per_slot).logits_RV
+
+    def plain() -> Tensor:
+        attention = KernelAttention(
+            kv, table_SP=rows.table_SP, slot_R=rows.slot_R, pos_R=rows.pos_R,
+            cache_slot_R=cache_slots(rows.table_SP, rows.slot_R, rows.pos_R, PAGE), workspace=workspace,
+        )  # fmt: skip
+        return model.logits(model.forward(rows.token_R, rows.pos_R, attention)[0])
+
+    variants: dict[str, Callable[[], Tensor]] = {
+        "fused": fused(PassConfig()),
+        "library": fused(PassConfig(**ALL_LIBRARY)),
+        "library_pdl": fused(PassConfig(**ALL_LIBRARY, library_pdl=True)),
+        "plain": plain,
     }
-    return {k: round(v, 4) if isinstance(v, float) else v for k, v in case.items()}
+    if 64 < rows.count <= MAX_STREAM_ROWS:
+        variants["streamed"] = fused(PassConfig(**ALL_STREAMED))
+        # Products with few outputs split K, which the library does worst: ours there, the library's elsewhere.
+        variants["mixed"] = fused(PassConfig(rope=0, silu=0, head=0, residual=MAX_STREAM_ROWS, library_pdl=True))
+    reference = plain()
+    times = {f"{name}_ms": round(graph_ms(step), 4) for name, step in variants.items()}
+    errors = {
+        name: float((step() - reference).norm() / reference.norm())
+        for name, step in variants.items()
+        if name != "plain"
+    }
+    floor = model.weight_bytes() / rate / 1e9
+    return {
+        "slots": rows.count // rows.per_slot, "per_slot": rows.per_slot, **times, "floor_ms": round(floor, 4),
+        "share_of_floor": round(floor / times["fused_ms"], 4), "largest_error": round(max(errors.values()), 5),
+    }  # fmt: skip
 
 
-def main() -> None:
+Case = tuple[str, Callable[[], Any], Callable[[], Any]]
+"""Op, a launch of it, and its baseline."""
+
+
+def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
+    """Every op of the registry once, on `shape` and the rows."""
+    from slipstream.kernels import attention, draft, frame, gemm, ngram, norm, rope, sample
+    from tests.support.frame_kernel_cases import draft_memory, random_state
+
+    h, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
+    kv_heads, dim, r = shape["num_key_value_heads"], shape["head_dim"], rows.count
+    rand = lambda *size: torch.randn(*size, device="cuda").to(BF16)
+    weight = lambda n, k: rand(n, k) * k**-0.5
+    work = Workspace("cuda")
+    ws, scale = (work.partial, work.counters), dim**-0.5
+    x_RH, x_RI, qkv = rand(r, h), rand(r, inner), rand(r, (heads + 2 * kv_heads) * dim)
+    wide_RI, q_RND, gain, sq = rand(r, 2 * inner), rand(r, heads, dim), rand(h), torch.rand(64, r, device="cuda")
+    k, v = (rand(rows.num_pages + 1, PAGE, kv_heads, dim) for _ in "kv")
+    cos = torch.rand(4096, dim // 2, device="cuda")
+    at = (rows.table_SP, rows.slot_R, rows.pos_R)
+
+    def plain(op: Any, *args: Any) -> Case:
+        """The op, and the torch reference that stands beside it."""
+        return op._name, lambda: op(*args), lambda: op._init_fn(*args)
+
+    w = weight(qkv.shape[1], h)
+    yield "stream_linear", lambda: gemm.stream_linear(x_RH, w, None, sq, EPS, *ws), lambda: F.linear(x_RH, w)
+    yield (
+        "stream_rope",
+        lambda: gemm.stream_rope(x_RH, w, None, sq, EPS, k, v, cos, cos, None, None, EPS, *at, rows.pos_R, heads, *ws),
+        lambda: F.linear(x_RH, w),
+    )
+    w_2IH, w_HI, w_VH = weight(2 * inner, h), weight(h, inner), weight(VOCAB, h)
+    yield "stream_swiglu", lambda: gemm.stream_swiglu(x_RH, w_2IH, sq, EPS, *ws), lambda: F.linear(x_RH, w_2IH)
+    yield "stream_residual", lambda: gemm.stream_residual(x_RI, w_HI, x_RH, gain, *ws), lambda: F.linear(x_RI, w_HI)
+    yield "stream_head", lambda: gemm.stream_head(x_RH, w_VH, sq, EPS, *ws, False), lambda: F.linear(x_RH, w_VH)
+    yield plain(attention.paged_attention, q_RND, k, v, *at, None, scale, *ws, False, rows.per_slot)
+    yield plain(rope.rope_kv_write, qkv, k, v, cos, cos, None, None, *at, rows.pos_R, heads, EPS, None, sq, h, EPS)
+    yield plain(norm.rms_norm, x_RH, gain, EPS)
+    yield plain(norm.residual_norm, x_RH, x_RH, gain, EPS)
+    yield plain(norm.norm_prepare, x_RH, gain)
+    yield plain(norm.residual_prepare, x_RH, x_RH, gain)
+    yield plain(norm.silu_mul, wide_RI, sq, h, EPS)
+    logits = torch.randn(r, VOCAB, device="cuda")
+    yield plain(sample.argmax_rows, logits)
+    best = torch.randn(1002, r, device="cuda")
+    yield plain(
+        sample.argmax_finish, best, torch.randint(0, VOCAB, best.shape, device="cuda", dtype=torch.int32), VOCAB
+    )
+    slots = r // rows.per_slot
+    row_B, word_B = torch.arange(slots, device="cuda"), torch.randint(1 << 40, (slots,), device="cuda")
+    p_RV, refused_B = torch.softmax(logits, -1), row_B % 2 == 0
+    yield plain(sample.race_tokens, p_RV, row_B, word_B, refused_B, torch.zeros_like(row_B), row_B, None)
+    drafts = max(1, rows.per_slot - 1)
+    width = drafts + 1
+    state = random_state(slots, drafts, vocab=50, columns=1024).copy("cuda")
+    slot_B, rows_B = row_B + 1, torch.full((slots,), width, device="cuda")
+    row_of_BW = torch.arange(slots * width, device="cuda").view(slots, width)
+    target_R = torch.randint(0, 50, (slots * width,), device="cuda")
+    yield plain(sample.greedy_verify, target_R, row_of_BW, rows_B, state.pending[1:, 1:].contiguous())
+    end_B = torch.full((slots,), 900, device="cuda")
+    yield plain(ngram.ngram_match, state.history, slot_B, end_B, 1024, 2, 5)
+    yield plain(
+        frame.pack_rows, state.active, state.committed, state.draft_count, state.pending, slot_B, slots * width, width
+    )
+    token_BW = target_R[row_of_BW]
+    zero_B = torch.zeros_like(slot_B)  # nothing is emitted, so the state is the same at every launch
+    yield plain(frame.close_round, token_BW, zero_B, zero_B, zero_B, slot_B, *state.fields)
+    yield plain(
+        frame.close_greedy, target_R, row_of_BW, zero_B, slot_B, *state.fields, state.key, state.child, None
+    )  # fmt: skip
+    memory, cost = [t.cuda() for t in draft_memory(slots, 5)], torch.linspace(1.0, 1.2, width, device="cuda")
+    record = torch.zeros(slots, frame.RECORD_COLUMNS + width, dtype=torch.int64, device="cuda")
+    yield plain(
+        draft.ngram_draft, record, slot_B, state.active, state.committed, state.max_len, state.max_drafts,
+        state.history, state.pending, state.draft_count, *memory, cost, 2, True,
+    )  # fmt: skip
+
+
+def kernel_us(launch: Callable[[], Any]) -> float:
+    """µs of one of 10 launches in a row; its data may be in the cache, which is so in a frame but for weights."""
+
+    def ten() -> None:
+        for _ in range(10):
+            launch()
+
+    return graph_ms(ten, 9) * 100
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default="8b,1b")
-    parser.add_argument("--rows", default="1,8,32")
+    parser.add_argument("--models", default="8b")
+    parser.add_argument("--rows", default="1x1,8x1,8x4,32x1,32x4,32x8", help="slots x rows per slot, of the passes")
+    parser.add_argument("--kernel-rows", default="32x4")
     parser.add_argument("--context", type=int, default=400)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    rate = read_tb_s()
-    cases = []
-    for name in args.models.split(","):
-        stack = Stack(SHAPES[name], args.context)
-        for rows in (int(r) for r in args.rows.split(",")):
-            cases.append(measure(stack, name, rows, args.context, rate))
-            print(json.dumps(cases[-1]), flush=True)
-        del stack
-        torch.cuda.empty_cache()
+    if not torch.cuda.is_available():
+        print("kernels_gpu needs a CUDA device", file=sys.stderr)
+        return 2
+    shapes_of = lambda text: [tuple(int(n) for n in part.split("x")) for part in text.split(",")]
+    rate, cases, seen = read_tb_s(), [], set()
+
+    def report(case: dict[str, Any]) -> None:
+        cases.append(case)
+        print(json.dumps(case), flush=True)
+
+    with torch.inference_mode():
+        for name in args.models.split(","):
+            model = build(name)
+            for slots, per_slot in shapes_of(args.rows):
+                report({"pass": name, **pass_case(model, Rows(slots, per_slot, args.context), rate)})
+            del model
+            torch.cuda.empty_cache()
+            for slots, per_slot in shapes_of(args.kernel_rows):
+                for op, ours, baseline in kernel_cases(Rows(slots, per_slot, args.context), SHAPES[name]):
+                    seen.add(op)
+                    times = {"us": round(kernel_us(ours), 2), "torch_us": round(kernel_us(baseline), 2)}
+                    report({"kernel": op, "model": name, "slots": slots, "per_slot": per_slot, **times})
     if args.out:
         import triton
 
@@ -193,7 +308,11 @@ def main() -> None:
             "cases": cases,
         }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
+    missing = sorted(set(registry.KERNELS) - seen)
+    if missing:
+        print(f"no case for {', '.join(missing)}", file=sys.stderr)
+    return 2 if missing else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from slipstream import LLM, build
+from slipstream import LLM, SamplingParams, build
 from slipstream.config import LLMConfig, resolve_engine
 from slipstream.device.graphs import CaptureReport
 from slipstream.errors import ConfigError
 from slipstream.models.loader import load_model, plan_gguf
-from tests.support.tiny import write_tiny_checkpoint
+from tests.support.raw_gguf import write_raw_gguf
+from tests.support.tiny import tiny_values, write_tiny_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +145,33 @@ def test_how_a_gguf_file_is_kept(
     assert plan.packed is packed and plan.weights == kept
     assert (says is None and plan.notes == ()) or (says is not None and says in plan.notes[0])
     assert plan_gguf(types, four_bit=four_bit, dtype=dtype, device=device, load_format="dummy").notes == ()
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_a_gguf_file_gives_the_tokens_of_the_values_it_holds(tmp_path: Path, kind: str) -> None:
+    """On the CPU in float32; tests/gpu/test_start_up_gpu.py does the same in bf16 on a GPU."""
+    held = write_raw_gguf(tmp_path / "m.gguf", kind=kind)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(tiny_values("llama")))
+    save_file(held, tmp_path / "hf" / "model.safetensors")
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    tokens = []
+    for model in (tmp_path / "m.gguf", tmp_path / "hf"):
+        with LLM(model=str(model), device="cpu", dtype="float32", max_slots=2, max_model_len=64) as llm:
+            tokens.append([o.outputs[0].token_ids for o in llm.generate([[5, 6, 7], [9] * 20], params)])
+            if model.suffix == ".gguf":
+                assert llm.resolved["weights"] == f"GGUF {kind} dequantised to float32"
+    assert tokens[0] == tokens[1]
+
+
+def test_the_command_line_has_the_budgets() -> None:
+    from slipstream.cli.options import Parser, add_engine_options, engine_options
+
+    parser = Parser(prog="x")
+    add_engine_options(parser)
+    words = ["--capture-seconds", "5", "--capture-mib", "64", "--gpu-memory-mib", "1000"]
+    assert engine_options(parser.parse_args(words)) == {
+        "capture_seconds": 5.0, "capture_mib": 64.0, "gpu_memory_mib": 1000.0,
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"--capture-mib -1\.0 must be above 0"):
+        engine_options(parser.parse_args(["--capture-mib", "-1"]))

@@ -152,6 +152,10 @@ class LLM:
             while self._engine.has_work and not self._live and not self._engine.dead:
                 self._engine.step()
 
+    def check(self, prompt: Prompt, params: SamplingParams) -> None:
+        """Raise what `generate` would raise for this request; nothing runs."""
+        self._prepare(prompt, params)
+
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the model's generation_config, where it names a temperature, top_k, top_p or min_p."""
         known = {

@@ -61,8 +61,6 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(chosen: list[Any], given: argparse.Namespace) -> dict[str, Any]:
     """Measure the cases. A case that fails ends the run: half a table would look like a whole one."""
-    import gc
-
     import torch
 
     from bench.clinic.loop import Loop
@@ -70,12 +68,11 @@ def run(chosen: list[Any], given: argparse.Namespace) -> dict[str, Any]:
 
     measured, loop = [], None
     for case in chosen:
-        facts = {"name": case.name, "about": case.about, "rule": case.rule}
+        facts: dict[str, Any] = {"name": case.name, "about": case.about, "rule": case.rule}
         print(f"clinic: {case.name}", file=sys.stderr, flush=True)
         if isinstance(case, EngineCase):
-            measured.append({**facts, "where": given.model, **measure_engine(case, given.model, batch=given.batch)})
-            gc.collect()
-            torch.cuda.empty_cache()
+            facts |= {"where": given.model, "options": case.options, "after_options": case.after_options}
+            measured.append({**facts, **measure_engine(case, given.model, batch=given.batch)})
         else:
             loop = loop or Loop("cuda")
             measured.append({**facts, "where": "loop", **measure_pair(case, loop)})

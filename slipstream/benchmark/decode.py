@@ -239,11 +239,13 @@ def run(args: argparse.Namespace) -> int:
     context = args.prompt_len + SHORT + args.output_len
     llm = LLM(max_slots=max(batches), max_model_len=context, **_options(args))
     on_gpu = str(llm.resolved["device"]).startswith("cuda")
+    start_up = _device_peak() if on_gpu else (0, 0)
     weight_bytes = streamed_bytes(llm)
     rate = floor.read_rate(weight_bytes, device=llm.resolved["device"])
     facts = _facts(llm, args, rate=rate, weight_bytes=weight_bytes)
     if on_gpu:
         facts["matrix_tflop_s"] = round(floor.matrix_rate(llm.resolved["dtype"]) / 1e12, 1)
+        _forget_device_peak()  # the floor's own buffers are not the engine's
     columns = (*_COLUMNS, *(_GPU_COLUMNS if on_gpu and not args.no_trace else ()))
     if not args.json:
         print("  ".join(f"{name:>17}" for name in columns))
@@ -257,7 +259,7 @@ def run(args: argparse.Namespace) -> int:
             seconds = gpu_floor(llm, args, batch=batch, read=rate, matrix=facts["matrix_tflop_s"] * 1e12)
         line = row(timed, batch=batch, floor_seconds=seconds, facts=facts)
         if on_gpu:
-            line |= on_device(llm, args, batch=batch, step_seconds=timed.step)
+            line |= on_device(llm, args, batch=batch, step_seconds=timed.step, start_up=start_up)
         text = json.dumps(line) if args.json else "  ".join(f"{line.get(name, '-'):>17}" for name in columns)
         print(text, flush=True)
     return 0
@@ -283,18 +285,33 @@ def gpu_floor(llm: Any, args: argparse.Namespace, *, batch: int, read: float, ma
     return floor.frame_floor(passes, kv_bytes=batch * context * token_bytes, read=read, matrix=matrix)
 
 
-def on_device(llm: Any, args: argparse.Namespace, *, batch: int, step_seconds: float) -> dict[str, Any]:
-    """Peak device memory so far and, unless --no-trace, what the auditor sees per frame of the same requests."""
-    import torch
-
+def on_device(
+    llm: Any, args: argparse.Namespace, *, batch: int, step_seconds: float, start_up: tuple[int, int]
+) -> dict[str, Any]:
+    """Peak device memory so far (start-up included) and, unless --no-trace, what the auditor sees per frame of the
+    same requests. start_up: the peak before the floor was measured, see `_device_peak`."""
     from slipstream.benchmark.frames import observe
 
-    out: dict[str, Any] = {"peak_memory_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1)}
-    out["peak_reserved_mib"] = round(torch.cuda.max_memory_reserved() / 2**20, 1)
+    held, reserved = (max(pair) for pair in zip(start_up, _device_peak(), strict=True))
+    out: dict[str, Any] = {"peak_memory_mib": round(held / 2**20, 1), "peak_reserved_mib": round(reserved / 2**20, 1)}
     if not args.no_trace:
         prompts = random_prompts(batch, args.prompt_len, vocab_size=llm.model_config.vocab_size, seed=args.seed)
         out |= observe(llm, prompts, tokens=SHORT + args.output_len, step_seconds=step_seconds)
     return out
+
+
+def _device_peak() -> tuple[int, int]:
+    """Most bytes that tensors, and the allocator, have held on the GPU since the start or `_forget_device_peak`."""
+    import torch
+
+    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+
+
+def _forget_device_peak() -> None:
+    import torch
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def _on_gpu(device: str | None) -> bool:

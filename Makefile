@@ -40,6 +40,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/slipstream audit lint slipstream
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

@@ -15,6 +15,7 @@ import contextlib
 import json
 import runpy
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,12 @@ def _run(options: argparse.Namespace) -> int:
                     runpy.run_path(str(script), run_name="__main__")
             except SystemExit as stop:
                 code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+                if not isinstance(stop.code, (int, type(None))):
+                    print(stop.code, file=sys.stderr)  # as python itself does
+            except Exception as error:
+                # What was found until then is still worth reading.
+                code = 1
+                _print_error(error, script)
     report.merge(watched.report)
     summary = profiled.summary if profiled is not None else None
     if summary is not None and summary.frames:
@@ -129,6 +136,14 @@ def _run(options: argparse.Namespace) -> int:
     if code:
         print(f"slipstream audit: the script ended with exit code {code}", file=sys.stderr)
     return 1 if code else report.exit_code
+
+
+def _print_error(error: Exception, script: Path) -> None:
+    """The traceback from the script's own first line on, as if it had been started by python itself."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != str(script):
+        trace = trace.tb_next
+    traceback.print_exception(error.with_traceback(trace or error.__traceback__))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ Severity = Literal["wait", "cost", "note"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _MAX_STACK = 16
+_PACKAGES = "/site-packages/"
 
 
 class AuditError(Exception):
@@ -32,7 +33,12 @@ class Site:
     code: str = ""
 
     def __str__(self) -> str:
-        return f"{os.path.relpath(self.file) if _below_cwd(self.file) else self.file}:{self.line}"
+        return f"{_short_path(self.file)}:{self.line}"
+
+    @property
+    def installed(self) -> bool:
+        """Whether it lies in an installed package: somebody else's code."""
+        return _PACKAGES in self.file.replace(os.sep, "/")
 
 
 @dataclass
@@ -174,6 +180,9 @@ def _entry(f: Finding, stacks: bool, told: set[str]) -> Iterator[str]:
     indent = " " * 18
     if f.site.code:
         yield f"{indent}> {f.site.code}"
+    own = next((site for site in f.stack if not site.installed), None)
+    if f.site.installed and own is not None and not stacks:
+        yield f"{indent}called from {own} in {own.function}"
     for label, text in (("what", f.detail), ("why", f.explain), ("fix", f.fix)):
         if text and (label == "what" or f.rule not in told):
             yield textwrap.fill(f"{label}: {text}", 108, initial_indent=indent, subsequent_indent=indent + "  ")
@@ -211,6 +220,14 @@ def _is_internal(filename: str) -> bool:
     if root is not None and filename.startswith(root):
         return True
     return os.path.basename(filename) in ("contextlib.py", "functools.py", "runpy.py") and "lib" in filename
+
+
+def _short_path(file: str) -> str:
+    """Relative to the package folder for installed code, and to the working directory below it."""
+    file = file.replace(os.sep, "/")
+    if _PACKAGES in file:
+        return file.rsplit(_PACKAGES, 1)[1]
+    return os.path.relpath(file) if _below_cwd(file) else file
 
 
 def _below_cwd(file: str) -> bool:

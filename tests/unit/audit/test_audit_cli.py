@@ -67,6 +67,34 @@ def test_script_that_fails_is_not_clean(tmp_path, capsys):
     assert "exit code 3" in capsys.readouterr().err
 
 
+def test_message_of_sys_exit_is_printed(tmp_path, capsys):
+    path = tmp_path / "says.py"
+    path.write_text("import sys\nsys.exit('no such model')\n")
+    assert main(["run", "--device", "cpu", str(path)]) == 1
+    assert "no such model\n" in capsys.readouterr().err
+
+
+def test_exception_of_the_script_keeps_the_report(tmp_path, capsys):
+    path = tmp_path / "raises.py"
+    path.write_text("import torch\ntorch.ones(2).sum().item()\nraise KeyError('mine')\n")
+    assert main(["run", "--device", "cpu", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert "raises.py:2" in out and "host-read" in out
+    assert "KeyError: 'mine'" in err and "runpy" not in err and "cli.py" not in err
+
+
+def test_code_of_a_package_names_the_caller(tmp_path, capsys, monkeypatch):
+    package = tmp_path / "lib" / "site-packages" / "their_library"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def f(x):\n    return x.sum().item()\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    path = tmp_path / "uses.py"
+    path.write_text("import torch\nfrom their_library import f\nf(torch.ones(2))\n")
+    assert main(["run", "--device", "cpu", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert " their_library/__init__.py:2 in f" in out and "uses.py:3" in out
+
+
 @pytest.mark.parametrize(
     ("argv", "word"),
     [

@@ -198,5 +198,9 @@ def forced(frame: Any, tokens: torch.Tensor, rows: int) -> torch.Tensor:
             token_R = tokens[start : start + rows]
             pos_R = torch.arange(start, start + len(token_R), device="cuda")
             slot_R = torch.ones_like(pos_R)
-            logits.append(frame.fused.run(token_R, slot_R, pos_R, state.table_SP, logits=True).logits_RV.clone())
+            logits.append(
+                frame.fused.run(
+                    token_R, slot_R, pos_R, state.table_SP, logits=True, width=len(token_R)
+                ).logits_RV.clone()
+            )
     return torch.cat(logits)

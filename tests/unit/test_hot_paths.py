@@ -32,7 +32,12 @@ def test_every_pattern_names_a_function(pattern: str) -> None:
         ("device/frame.py", "        state = self.state\n", "        int(self.state.committed_S.max())\n", "host-read"),
         ("device/staging.py", "        n = len(cells_np)\n", "        torch.cuda.synchronize()\n", "explicit-sync"),
         ("verify/core.py", "    width_W = ", "    p_RV[p_RV > 0].sum()\n", "boolean-index"),
-        ("models/fused.py", "        h_RH = ", "        torch.tensor(1, device=d.device)\n", "tensor-literal"),
+        (
+            "models/fused.py",
+            "        h_RH = ",
+            "        torch.tensor(1, device=self.decoder.device)\n",
+            "tensor-literal",
+        ),
     ],
 )
 def test_a_fault_in_a_hot_path_is_found(file: str, line: str, fault: str, rule: str) -> None:

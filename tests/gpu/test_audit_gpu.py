@@ -92,7 +92,7 @@ def test_clean_twin_does_not_block_the_host(name, env):
 
 # Waits by their rule, but not always: pinning and freeing may go without a wait, and small pageable uploads do.
 MAY_PASS = {
-    "bad_pin_memory", "bad_pinned_factory", "bad_async_down", "bad_event_query", "bad_tagged",
+    "bad_pin_memory", "bad_pinned_factory", "bad_empty_cache", "bad_async_down", "bad_event_query", "bad_tagged",
     "bad_pageable_non_blocking", "bad_pageable_copy", "bad_strided", "bad_strided_copy", "bad_spread",
 }  # fmt: skip
 

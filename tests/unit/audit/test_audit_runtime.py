@@ -442,6 +442,14 @@ def test_triton_compilation_is_found(monkeypatch, x):
     assert "paged_attention" in report.findings[0].detail
 
 
+def test_a_torch_without_compile_callbacks_is_watched_all_the_same(monkeypatch, x):
+    monkeypatch.setitem(__import__("sys").modules, "torch._dynamo.callback", None)
+    with pytest.warns(UserWarning, match="recompiles by torch.compile cannot be seen"):
+        with watch(device="cpu") as report:
+            x.tolist()
+    assert [f.rule for f in report.findings] == ["host-copy"]
+
+
 def test_training_step_and_higher_order_operations_run_as_always(x):
     layer = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

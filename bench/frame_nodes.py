@@ -34,7 +34,10 @@ from slipstream.models.fused import FusedDecoder
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
 
-TARGET = ("stream_gemm", "paged_attention", "residual_norm", "argmax_finish")
+TARGET = (
+    "stream_gemm", "paged_attention", "residual_norm", "argmax_finish",
+    "gemm", "nvjet", "splitK", "rope_kv_write", "silu_mul", "argmax_tiles",
+)  # fmt: skip
 PAGE, LENGTH = 32, 1024
 
 

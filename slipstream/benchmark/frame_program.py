@@ -48,6 +48,8 @@ KERNELS = (
     "slipstream::ngram_draft",
 )
 
+SAMPLED = ("slipstream::row_threshold", "slipstream::race_rows", "slipstream::close_sampled")
+GREEDY = ("slipstream::close_greedy",)
 
 LIBRARY_KERNELS = (
     "slipstream::norm_prepare",
@@ -108,7 +110,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             assert frame.prefill(plan, plan.prefill, last) is not None
 
     kernels = LIBRARY_KERNELS if kind == "library" else KERNELS
-    return Program(one, 2, (*kernels, "slipstream::close_round" if sampled else "slipstream::close_greedy"))
+    return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:

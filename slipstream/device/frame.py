@@ -18,12 +18,12 @@ from slipstream.device.state import SlotState
 from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView, TargetRows
 from slipstream.kernels import frame as ops
 from slipstream.kernels.draft import offered
+from slipstream.kernels.sample import argmax_rows, race_rows, row_threshold
 from slipstream.memory.kv import KVPages
 from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
 from slipstream.types import FramePlan, PrefillSpan
 from slipstream.verify import DenseQ, OneHot, VerifyRows, verify
-from slipstream.verify.greedy import target_tokens
 
 if TYPE_CHECKING:
     from slipstream.kernels.workspace import Workspace
@@ -201,22 +201,24 @@ class Frame:
     ) -> Tensor:
         """Process, verify, finish test, commit, draft, record: one path for decode, prefill and plain decoding."""
         state, slot_B, row_of_BW, rows_B = self.state, rows.slot_B, rows.row_of_BW, rows.rows_B
+        sampled = plan.sampled or plan.min_tokens
         params = None
-        if plan.sampled or plan.min_tokens:
-            params = state.params(slot_B)
-            logits_RV = self._process(plan, params.take(rows.owner_R), logits_RV, slot_B[rows.owner_R], rows.pos_R)
-            target_R = None
         fields = (
             state.generation_S, state.active_S, state.committed_S, state.max_len_S, state.stop_ids_ST,
             state.history_SL, state.pending_SW,
         )  # fmt: skip
-        if self.kernels and not plan.sampled:
-            target_R = target_tokens(logits_RV) if target_R is None else target_R
-            record_BC: Tensor = ops.close_greedy(
+        record_BC: Tensor
+        if self.kernels and sampled:
+            record_BC = self._close_sampled(plan, rows, logits_RV, fields)
+        elif self.kernels:
+            target_R = argmax_rows(logits_RV) if target_R is None else target_R
+            record_BC = ops.close_greedy(
                 target_R, row_of_BW, rows_B, slot_B, *fields, state.key_S, state.child_S, self.synthetic
             )
         else:
-            params = state.params(slot_B) if params is None else params
+            params = state.params(slot_B)
+            if sampled:
+                logits_RV = self._process(plan, state.params(rows.slot_R), logits_RV, rows.slot_R, rows.pos_R)
             q = OneHot() if state.draft_q is None or not plan.rejection else DenseQ(q_BKV=state.draft_q[slot_B])
             verdict = verify(
                 logits_RV,
@@ -225,10 +227,10 @@ class Frame:
                     row_of_BW=row_of_BW, rows_B=rows_B, draft_BK=state.pending_SW[slot_B, 1:], q=q,
                 ),
                 sampled=plan.sampled, coupled=plan.coupled, rejection=plan.rejection, synthetic=self.synthetic,
-                target_R=target_R,
             )  # fmt: skip
-            close = ops.close_round if self.kernels else ops.closed_round
-            record_BC = close(verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows_B, slot_B, *fields)
+            record_BC = ops.closed_round(
+                verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows_B, slot_B, *fields
+            )
         if self.in_place is not None:
             self.in_place.draft_slots(
                 DraftSlots(
@@ -250,6 +252,26 @@ class Frame:
                 sampled=plan.sampled, filtered=plan.filtered, rejection=plan.rejection, coupled=plan.coupled,
             )  # fmt: skip
             record_BC[:, 5] = self._draft(self.drafter, view, slot_B, live_B)
+        return record_BC
+
+    def _close_sampled(
+        self, plan: FramePlan, rows: TargetRows, logits_RV: Tensor, fields: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Process, verify and close as kernels. Each row's slot says what it needs, so one graph has all of it."""
+        state = self.state
+        q_SKV = state.draft_q if plan.rejection else None
+        peak_R, threshold_R, greedy_R = row_threshold(
+            logits_RV, rows.slot_R, rows.pos_R, state.temperature_S, state.top_k_S, state.top_p_S, state.min_p_S,
+            state.stop_ids_ST, state.min_len_S, plan.filtered,
+        )  # fmt: skip
+        target_R, residual_R, p_R = race_rows(
+            logits_RV, peak_R, threshold_R, greedy_R, rows.slot_R, rows.pos_R, state.temperature_S, state.mode_S,
+            state.key_S, state.child_S, state.committed_S, state.pending_SW, q_SKV,
+        )  # fmt: skip
+        record_BC: Tensor = ops.close_sampled(
+            target_R, residual_R, p_R, rows.row_of_BW, rows.rows_B, rows.slot_B, *fields, state.mode_S, state.key_S,
+            state.child_S, q_SKV, self.synthetic,
+        )  # fmt: skip
         return record_BC
 
     def _process(self, plan: FramePlan, params: SlotParams, logits_RV: Tensor, slot_R: Tensor, pos_R: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from slipstream.sampling.rng import PURPOSE_SYNTHETIC, coin
-from slipstream.types import RECORD_COLUMNS, FinishCode
+from slipstream.sampling.rng import PURPOSE_ACCEPT, PURPOSE_SYNTHETIC, coin
+from slipstream.types import RECORD_COLUMNS, FinishCode, VerifyMode
 
 OP = "slipstream::"
 
@@ -133,17 +133,62 @@ def close_greedy(
         judged_BW = depth_W < (rows_B - 1)[:, None]
         accepted_B = ((target_BW == draft_BW) & judged_BW).to(torch.int64).cumprod(1).sum(1)
     else:
-        whole, share = synthetic_parts(synthetic)
-        u_B = coin(key_S[slot_B], child_S[slot_B], committed_S[slot_B], 0, PURPOSE_SYNTHETIC)
-        accepted_B = torch.minimum(whole + (u_B * 2.0**53 < share), (rows_B - 1).clamp(min=0))
-    n_emitted_B = torch.where(rows_B > 0, accepted_B + 1, 0)
-    last_B1 = target_BW.gather(1, accepted_B[:, None])
-    token_BW = torch.where(depth_W < accepted_B[:, None], draft_BW, last_B1)
-    token_BW = torch.where(depth_W < n_emitted_B[:, None], token_BW, 0)
+        accepted_B = _by_lot(synthetic, key_S[slot_B], child_S[slot_B], committed_S[slot_B], rows_B)
     return closed_round(
-        token_BW, accepted_B, n_emitted_B, rows_B, slot_B, generation_S, active_S, committed_S, max_len_S, stop_ids_ST,
-        history_SL, pending_SW,
+        *_emitted(accepted_B, rows_B, draft_BW, target_BW), rows_B, slot_B, generation_S, active_S, committed_S,
+        max_len_S, stop_ids_ST, history_SL, pending_SW,
     )  # fmt: skip
+
+
+@torch.library.custom_op(OP + "close_sampled", mutates_args=("active_S", "committed_S", "history_SL", "pending_SW"))
+def close_sampled(
+    target_R: Tensor, residual_R: Tensor, p_R: Tensor, row_of_BW: Tensor, rows_B: Tensor, slot_B: Tensor,
+    generation_S: Tensor, active_S: Tensor, committed_S: Tensor, max_len_S: Tensor, stop_ids_ST: Tensor,
+    history_SL: Tensor, pending_SW: Tensor, mode_S: Tensor, key_S: Tensor, child_S: Tensor, q_SKV: Tensor | None,
+    synthetic: float | None,
+) -> Tensor:  # fmt: skip
+    """Verification of the pending drafts by `race_rows`, each slot by its own mode, then `closed_round`: one launch.
+
+    Under rejection a draft is accepted when its coin times q is below its p_R, and the round's last token is the
+    residual after a refusal, else the target; in other modes a draft is accepted when it equals the target.
+    q_SKV: the drafters' law, None when drafts are certain. synthetic: as in `close_greedy`.
+    """
+    width = row_of_BW.shape[1]
+    depth_W = torch.arange(width, device=slot_B.device)
+    target_BW = target_R[row_of_BW]
+    draft_BW = torch.nn.functional.pad(pending_SW[slot_B, 1:width], (0, 1))
+    key_B, child_B, base_B = key_S[slot_B], child_S[slot_B], committed_S[slot_B]
+    by_coin_B = mode_S[slot_B] == VerifyMode.REJECTION
+    if synthetic is None:
+        u_BW = coin(key_B[:, None], child_B[:, None], base_B[:, None], depth_W, PURPOSE_ACCEPT)
+        if q_SKV is not None:
+            at_BW = draft_BW.clamp(0, q_SKV.shape[2] - 1)
+            u_BW = u_BW * q_SKV[slot_B[:, None], depth_W.clamp(max=q_SKV.shape[1] - 1), at_BW].to(u_BW.dtype)
+        passes_BW = u_BW < p_R[row_of_BW].to(u_BW.dtype)
+        good_BW = torch.where(by_coin_B[:, None], passes_BW, target_BW == draft_BW)
+        accepted_B = (good_BW & (depth_W < (rows_B - 1)[:, None])).to(torch.int64).cumprod(1).sum(1)
+    else:
+        accepted_B = _by_lot(synthetic, key_B, child_B, base_B, rows_B)
+    refused_B = by_coin_B & (accepted_B < rows_B - 1)
+    last_BW = torch.where(refused_B[:, None], residual_R[row_of_BW], target_BW)
+    return closed_round(
+        *_emitted(accepted_B, rows_B, draft_BW, last_BW), rows_B, slot_B, generation_S, active_S, committed_S,
+        max_len_S, stop_ids_ST, history_SL, pending_SW,
+    )  # fmt: skip
+
+
+def _by_lot(synthetic: float, key_B: Tensor, child_B: Tensor, base_B: Tensor, rows_B: Tensor) -> Tensor:
+    whole, share = synthetic_parts(synthetic)
+    u_B = coin(key_B, child_B, base_B, 0, PURPOSE_SYNTHETIC)
+    return torch.minimum(whole + (u_B * 2.0**53 < share), (rows_B - 1).clamp(min=0))
+
+
+def _emitted(accepted_B: Tensor, rows_B: Tensor, draft_BW: Tensor, last_BW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """tokens [B, W], accepted, emitted [B]: the accepted drafts, then what the row behind them gives."""
+    depth_W = torch.arange(draft_BW.shape[1], device=rows_B.device)
+    n_emitted_B = torch.where(rows_B > 0, accepted_B + 1, 0)
+    token_BW = torch.where(depth_W < accepted_B[:, None], draft_BW, last_BW.gather(1, accepted_B[:, None]))
+    return torch.where(depth_W < n_emitted_B[:, None], token_BW, 0), accepted_B, n_emitted_B
 
 
 def synthetic_parts(mean_length: float) -> tuple[int, int]:
@@ -176,6 +221,16 @@ def _(
     target_R: Tensor, row_of_BW: Tensor, rows_B: Tensor, slot_B: Tensor, generation_S: Tensor, active_S: Tensor,
     committed_S: Tensor, max_len_S: Tensor, stop_ids_ST: Tensor, history_SL: Tensor, pending_SW: Tensor,
     key_S: Tensor, child_S: Tensor, synthetic: float | None,
+) -> Tensor:  # fmt: skip
+    return row_of_BW.new_empty(row_of_BW.shape[0], RECORD_COLUMNS + row_of_BW.shape[1])
+
+
+@close_sampled.register_fake
+def _(
+    target_R: Tensor, residual_R: Tensor, p_R: Tensor, row_of_BW: Tensor, rows_B: Tensor, slot_B: Tensor,
+    generation_S: Tensor, active_S: Tensor, committed_S: Tensor, max_len_S: Tensor, stop_ids_ST: Tensor,
+    history_SL: Tensor, pending_SW: Tensor, mode_S: Tensor, key_S: Tensor, child_S: Tensor, q_SKV: Tensor | None,
+    synthetic: float | None,
 ) -> Tensor:  # fmt: skip
     return row_of_BW.new_empty(row_of_BW.shape[0], RECORD_COLUMNS + row_of_BW.shape[1])
 
@@ -225,5 +280,23 @@ def _(
     frame.launch_close_greedy(
         target_R, row_of_BW.contiguous(), rows_B, slot_B, generation_S, active_S, committed_S, max_len_S, stop_ids_ST,
         history_SL, pending_SW, key_S, child_S, record_BC, None if synthetic is None else synthetic_parts(synthetic),
+    )  # fmt: skip
+    return record_BC
+
+
+@close_sampled.register_kernel("cuda")
+def _(
+    target_R: Tensor, residual_R: Tensor, p_R: Tensor, row_of_BW: Tensor, rows_B: Tensor, slot_B: Tensor,
+    generation_S: Tensor, active_S: Tensor, committed_S: Tensor, max_len_S: Tensor, stop_ids_ST: Tensor,
+    history_SL: Tensor, pending_SW: Tensor, mode_S: Tensor, key_S: Tensor, child_S: Tensor, q_SKV: Tensor | None,
+    synthetic: float | None,
+) -> Tensor:  # fmt: skip
+    from slipstream.kernels.jit import frame
+
+    record_BC = row_of_BW.new_empty(row_of_BW.shape[0], RECORD_COLUMNS + row_of_BW.shape[1])
+    frame.launch_close_sampled(
+        target_R, residual_R, p_R, row_of_BW.contiguous(), rows_B, slot_B, generation_S, active_S, committed_S,
+        max_len_S, stop_ids_ST, history_SL, pending_SW, mode_S, key_S, child_S, q_SKV, record_BC,
+        None if synthetic is None else synthetic_parts(synthetic),
     )  # fmt: skip
     return record_BC

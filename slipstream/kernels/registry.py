@@ -22,12 +22,12 @@ KERNELS: dict[str, str] = {
     "silu_mul": "slipstream.kernels.norm",
     "argmax_rows": "slipstream.kernels.sample",
     "argmax_finish": "slipstream.kernels.sample",
-    "race_tokens": "slipstream.kernels.sample",
-    "greedy_verify": "slipstream.kernels.sample",
-    "ngram_match": "slipstream.kernels.ngram",
+    "row_threshold": "slipstream.kernels.sample",
+    "race_rows": "slipstream.kernels.sample",
     "pack_rows": "slipstream.kernels.frame",
     "close_round": "slipstream.kernels.frame",
     "close_greedy": "slipstream.kernels.frame",
+    "close_sampled": "slipstream.kernels.frame",
     "ngram_draft": "slipstream.kernels.draft",
 }
 """Op name -> module that defines it."""

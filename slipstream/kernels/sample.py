@@ -1,7 +1,8 @@
-"""Argmax, the exponential race and greedy verification on the device.
+"""Choosing tokens on the device: argmax, filters and the exponential race, over slot state by slot id.
 
-The race draws from p as argmax(p / E) with E = Exp(1) noise hashed from (word, token id); the kernel makes the
-noise in registers, so p is the only [R, V] tensor of coupled and of rejection verification.
+A frame's sampled rows go through `row_threshold` (ban, temperature, min-p, top-k, top-p), `race_rows` (each row's
+token) and `kernels.frame.close_sampled`. Every row reads its own parameters and its own logits only, and no sum's order
+depends on R. The logits are the only [R, V] tensor: scaled logits, probabilities and noise stay in registers.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream.sampling.rng import noise_from_words, race
+from slipstream.sampling.processors import ban_stop_ids, filter_threshold
+from slipstream.sampling.rng import PURPOSE_COUPLED, PURPOSE_EMIT, noise_from_words, race, stream_words
+from slipstream.types import MIN_TEMPERATURE, VerifyMode
 
 OP = "slipstream::"
 
@@ -27,47 +30,80 @@ def argmax_finish(best_TR: Tensor, where_TR: Tensor, vocab: int, pdl: bool = Fal
     return torch.where(best_TR == top_R, where_TR.long(), vocab - 1).amin(0)
 
 
-@torch.library.custom_op(OP + "race_tokens", mutates_args=())
-def race_tokens(
-    p_RV: Tensor, row_B: Tensor, words_B: Tensor, refused_B: Tensor, judged_B: Tensor, draft_B: Tensor,
-    q_BKV: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Winner of each slot's race, int64 [B]; no ties to speak of, the lowest id on one.
+@torch.library.custom_op(OP + "row_threshold", mutates_args=("logits_RV",))
+def row_threshold(
+    logits_RV: Tensor, slot_R: Tensor, pos_R: Tensor, temperature_S: Tensor, top_k_S: Tensor, top_p_S: Tensor,
+    min_p_S: Tensor, stop_ids_ST: Tensor, min_len_S: Tensor, filtered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Peak and threshold [R], float32, of the scaled logits, and their argmax [R], int64 (the lowest id on ties).
 
-    Weights are p[row]; where refused_B (bool) they are max(p - q[judged], 0), or without q_BKV p less the token
-    draft_B; and p again where that leaves nothing. words_B: int64 of `sampling.rng.stream_words`. p float32.
+    logits_RV: float32, raw; ids that the slot bans at position pos + 1 become -inf in it. A row keeps the tokens whose
+    logit / temperature is at least the threshold: those of `sampling.processors.process_logits`. filtered=False
+    promises that every filter is off; the threshold is then -inf. temperature, top_p, min_p: float64 [S].
     """
-    p_BV = p_RV.index_select(0, row_B)
-    refused_B1 = refused_B.unsqueeze(1)
-    if q_BKV is None:
-        id_V = torch.arange(p_RV.shape[1], device=p_RV.device)
-        rest_BV = torch.where((id_V == draft_B.unsqueeze(1)) & refused_B1, 0.0, p_BV)
+    ban_stop_ids(logits_RV, stop_ids_ST[slot_R], pos_R + 1 < min_len_S[slot_R])
+    scaled_RV, greedy_R = _scaled(logits_RV, temperature_S[slot_R])
+    peak_R, token_R = scaled_RV.amax(1), scaled_RV.argmax(1)
+    if not filtered:
+        return peak_R, torch.full_like(peak_R, float("-inf")), token_R
+    top_p_R, min_p_R = (t[slot_R].to(torch.float32) for t in (top_p_S, min_p_S))
+    threshold_R1 = filter_threshold(
+        scaled_RV, torch.where(greedy_R, 0, top_k_S[slot_R]), torch.where(greedy_R, 1.0, top_p_R),
+        torch.where(greedy_R, 0.0, min_p_R),
+    )  # fmt: skip
+    return peak_R, threshold_R1[:, 0].contiguous(), token_R
+
+
+def _scaled(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]:
+    greedy_R = temperature_R <= 0
+    scale_R = torch.where(greedy_R, 1.0, temperature_R.to(torch.float32).clamp(min=MIN_TEMPERATURE))
+    return logits_RV / scale_R[:, None], greedy_R
+
+
+@torch.library.custom_op(OP + "race_rows", mutates_args=())
+def race_rows(
+    logits_RV: Tensor, peak_R: Tensor, threshold_R: Tensor, greedy_R: Tensor, slot_R: Tensor, pos_R: Tensor,
+    temperature_S: Tensor, mode_S: Tensor, key_S: Tensor, child_S: Tensor, committed_S: Tensor, pending_SW: Tensor,
+    q_SKV: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """What each row emits if the round ends there: target [R], residual [R], int64, and p [R], float32.
+
+    target: by the slot's mode greedy_R, the coupled choice (verify/coupled.py), or a draw from p, the softmax of the
+    kept logits. Under rejection also residual, a draw from what p has beyond q (verify/rejection.py), and the row's
+    draft's p; in other modes the target and 0. The row's place in the round is pos - committed; it judges
+    pending[place + 1]. q_SKV: the drafters' law, None when drafts are certain.
+    Weights are exp(logit - peak), without the sum below them: a race does not see a factor.
+    """
+    vocab = logits_RV.shape[1]
+    scaled_RV, _ = _scaled(logits_RV, temperature_S[slot_R])
+    weight_RV = torch.where(scaled_RV >= threshold_R[:, None], (scaled_RV - peak_R[:, None]).exp(), 0.0)
+    mode_R, key_R, child_R, base_R = (t[slot_R] for t in (mode_S, key_S, child_S, committed_S))
+    depth_R = pos_R - base_R
+    coupled_R = mode_R == VerifyMode.COUPLED
+    words_R = torch.where(
+        coupled_R,
+        stream_words(key_R, child_R, pos_R + 1, 0, PURPOSE_COUPLED),
+        stream_words(key_R, child_R, base_R, depth_R, PURPOSE_EMIT),
+    )
+    noise_RV = noise_from_words(words_R, vocab, torch.float32)
+    target_R = torch.where(mode_R == VerifyMode.GREEDY, greedy_R, race(weight_RV, noise_RV.clone()))
+
+    by_coin_R = mode_R == VerifyMode.REJECTION
+    last = pending_SW.shape[1] - 1
+    judges_R = (depth_R >= 0) & (depth_R < last)
+    draft_R = torch.where(judges_R, pending_SW[slot_R, (depth_R + 1).clamp(0, last)], -1)
+    sum_R1 = weight_RV.sum(1, keepdim=True)
+    if q_SKV is None:
+        id_V = torch.arange(vocab, device=logits_RV.device)
+        rest_RV = torch.where(id_V == draft_R[:, None], 0.0, weight_RV)
     else:
-        q_BV = q_BKV[torch.arange(row_B.shape[0], device=row_B.device), judged_B].to(p_RV.dtype)
-        rest_BV = torch.where(refused_B1, (p_BV - q_BV).clamp(min=0.0), p_BV)
-    empty_B1 = rest_BV.amax(1, keepdim=True) <= 0
-    weights_BV = torch.where(empty_B1, p_BV, rest_BV)
-    return race(weights_BV, noise_from_words(words_B, p_RV.shape[1], p_RV.dtype))
-
-
-@torch.library.custom_op(OP + "greedy_verify", mutates_args=())
-def greedy_verify(
-    target_R: Tensor, row_of_BW: Tensor, rows_B: Tensor, draft_BK: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """accepted [B], tokens [B, W], emitted [B], all int64, as `verify.rows.Verdict` has them.
-
-    target_R: argmax of each row. Draft w is judged by row w; rows_B: 1 + drafts to judge, 0 for an inactive slot.
-    """
-    width = row_of_BW.shape[1]
-    at_W = torch.arange(width, device=rows_B.device)
-    target_BW = target_R[row_of_BW]
-    draft_BW = torch.nn.functional.pad(draft_BK[:, : width - 1], (0, width - min(width - 1, draft_BK.shape[1])))
-    good_BW = (target_BW == draft_BW) & (at_W < (rows_B - 1).unsqueeze(1)) & (at_W < width - 1)
-    accepted_B = good_BW.to(torch.int64).cumprod(1).sum(1)
-    last_B1 = target_BW.gather(1, accepted_B.unsqueeze(1))
-    emitted_B = torch.where(rows_B > 0, accepted_B + 1, 0)
-    tokens_BW = torch.where(at_W < accepted_B.unsqueeze(1), draft_BW, last_B1)
-    return accepted_B, torch.where(at_W < emitted_B.unsqueeze(1), tokens_BW, 0), emitted_B
+        held_R = (depth_R >= 0) & (depth_R < q_SKV.shape[1])
+        q_RV = q_SKV[slot_R, depth_R.clamp(0, q_SKV.shape[1] - 1)].to(torch.float32)
+        rest_RV = (weight_RV / sum_R1 - torch.where(held_R[:, None], q_RV, 0.0)).clamp_(min=0.0)
+    some_R = by_coin_R & (rest_RV.amax(1) > 0)
+    residual_R = torch.where(some_R, race(rest_RV, noise_RV), target_R)
+    p_R = (weight_RV / sum_R1).gather(1, draft_R.clamp(0, vocab - 1)[:, None])[:, 0]
+    return target_R, residual_R, torch.where(by_coin_R, p_R, 0.0)
 
 
 @argmax_rows.register_fake
@@ -80,17 +116,22 @@ def _(best_TR: Tensor, where_TR: Tensor, vocab: int, pdl: bool = False) -> Tenso
     return best_TR.new_empty(best_TR.shape[1], dtype=torch.int64)
 
 
-@race_tokens.register_fake
+@row_threshold.register_fake
 def _(
-    p_RV: Tensor, row_B: Tensor, words_B: Tensor, refused_B: Tensor, judged_B: Tensor, draft_B: Tensor,
-    q_BKV: Tensor | None,
-) -> Tensor:  # fmt: skip
-    return torch.empty_like(row_B, dtype=torch.int64)
+    logits_RV: Tensor, slot_R: Tensor, pos_R: Tensor, temperature_S: Tensor, top_k_S: Tensor, top_p_S: Tensor,
+    min_p_S: Tensor, stop_ids_ST: Tensor, min_len_S: Tensor, filtered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows = logits_RV.shape[0]
+    return logits_RV.new_empty(rows), logits_RV.new_empty(rows), slot_R.new_empty(rows)
 
 
-@greedy_verify.register_fake
-def _(target_R: Tensor, row_of_BW: Tensor, rows_B: Tensor, draft_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(rows_B), torch.empty_like(row_of_BW), torch.empty_like(rows_B)
+@race_rows.register_fake
+def _(
+    logits_RV: Tensor, peak_R: Tensor, threshold_R: Tensor, greedy_R: Tensor, slot_R: Tensor, pos_R: Tensor,
+    temperature_S: Tensor, mode_S: Tensor, key_S: Tensor, child_S: Tensor, committed_S: Tensor, pending_SW: Tensor,
+    q_SKV: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return torch.empty_like(greedy_R), torch.empty_like(greedy_R), torch.empty_like(peak_R)
 
 
 @argmax_rows.register_kernel("cuda")
@@ -115,30 +156,34 @@ def _(best_TR: Tensor, where_TR: Tensor, vocab: int, pdl: bool = False) -> Tenso
     return out_R
 
 
-@race_tokens.register_kernel("cuda")
+@row_threshold.register_kernel("cuda")
 def _(
-    p_RV: Tensor, row_B: Tensor, words_B: Tensor, refused_B: Tensor, judged_B: Tensor, draft_B: Tensor,
-    q_BKV: Tensor | None,
-) -> Tensor:  # fmt: skip
-    from slipstream.kernels.jit import sample
+    logits_RV: Tensor, slot_R: Tensor, pos_R: Tensor, temperature_S: Tensor, top_k_S: Tensor, top_p_S: Tensor,
+    min_p_S: Tensor, stop_ids_ST: Tensor, min_len_S: Tensor, filtered: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from slipstream.kernels.jit import filters
 
-    best = p_RV.new_empty(2, -(-p_RV.shape[1] // sample.TILE), row_B.shape[0], dtype=torch.float32)
-    where = torch.empty_like(best, dtype=torch.int32)
-    out_B = torch.empty_like(row_B, dtype=torch.int64)
-    sample.launch_race(
-        p_RV.contiguous(), row_B, words_B, refused_B, judged_B, draft_B,
-        None if q_BKV is None else q_BKV.contiguous(), best, where, out_B,
+    assert logits_RV.dtype == torch.float32 and logits_RV.is_contiguous(), "the ban is written into the logits"
+    peak_R, threshold_R = (logits_RV.new_empty(logits_RV.shape[0]) for _ in range(2))
+    token_R = torch.empty_like(peak_R, dtype=torch.int64)
+    filters.launch_row_threshold(
+        logits_RV, slot_R, pos_R, temperature_S, top_k_S, top_p_S, min_p_S, stop_ids_ST, min_len_S, peak_R,
+        threshold_R, token_R, filters.scratch(logits_RV), filtered=filtered,
     )  # fmt: skip
-    return out_B
+    return peak_R, threshold_R, token_R
 
 
-@greedy_verify.register_kernel("cuda")
-def _(target_R: Tensor, row_of_BW: Tensor, rows_B: Tensor, draft_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+@race_rows.register_kernel("cuda")
+def _(
+    logits_RV: Tensor, peak_R: Tensor, threshold_R: Tensor, greedy_R: Tensor, slot_R: Tensor, pos_R: Tensor,
+    temperature_S: Tensor, mode_S: Tensor, key_S: Tensor, child_S: Tensor, committed_S: Tensor, pending_SW: Tensor,
+    q_SKV: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from slipstream.kernels.jit import sample
 
-    accepted_B, emitted_B = torch.empty_like(rows_B), torch.empty_like(rows_B)
-    tokens_BW = torch.empty(row_of_BW.shape, dtype=torch.int64, device=rows_B.device)
-    sample.launch_greedy_verify(
-        target_R, row_of_BW.contiguous(), rows_B, draft_BK.contiguous(), accepted_B, tokens_BW, emitted_B
-    )
-    return accepted_B, tokens_BW, emitted_B
+    target_R, residual_R, p_R = torch.empty_like(greedy_R), torch.empty_like(greedy_R), torch.empty_like(peak_R)
+    sample.launch_race_rows(
+        logits_RV, peak_R, threshold_R, greedy_R, slot_R, pos_R, temperature_S, mode_S, key_S, child_S, committed_S,
+        pending_SW, q_SKV, target_R, residual_R, p_R,
+    )  # fmt: skip
+    return target_R, residual_R, p_R

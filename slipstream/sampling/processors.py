@@ -36,7 +36,7 @@ def process_logits(
     filtered: False promises that every filter is off in every row, and skips the search.
     """
     if ban_stop is not None:
-        logits_RV = _ban(logits_RV, *ban_stop)
+        logits_RV = ban_stop_ids(logits_RV, *ban_stop)
     greedy_R = temperature_R <= 0
     scale_R = torch.where(greedy_R, 1.0, temperature_R.clamp(min=MIN_TEMPERATURE)).to(logits_RV.dtype)
     logits_RV.div_(scale_R.unsqueeze(1))
@@ -58,7 +58,8 @@ def _at_least(x: Tensor, threshold: Tensor) -> Tensor:
     return torch.ge(x, threshold, out=torch.empty_like(x))
 
 
-def _ban(logits_RV: Tensor, stop_ids_RS: Tensor, active_R: Tensor) -> Tensor:
+def ban_stop_ids(logits_RV: Tensor, stop_ids_RS: Tensor, active_R: Tensor) -> Tensor:
+    """Write -inf at the stop ids [R, S] of active rows, in place; negative ids are padding."""
     # amin: padding writes +inf, which changes nothing, so an id may repeat and id 0 may be a real stop id.
     vocab = logits_RV.shape[1]
     real_RS = (stop_ids_RS >= 0) & (stop_ids_RS < vocab) & active_R.unsqueeze(1)

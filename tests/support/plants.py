@@ -10,7 +10,6 @@ from torch import Tensor
 from slipstream.device import frame as frame_room
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.models.fused import FusedDecoder
-from slipstream.verify import core as verify_core
 
 
 def scalar_per_draft_step() -> None:
@@ -36,16 +35,16 @@ def length_read_back() -> None:
     frame_room.pack_rows = slow  # type: ignore[assignment]
 
 
-def boolean_index_in_verify() -> None:
-    """verify room: accepted counts gathered with a boolean mask."""
-    real = verify_core._accepted
+def boolean_index_in_sampling() -> None:
+    """sampling of a frame's rows: the weighed tokens picked with a boolean mask."""
+    real = frame_room.race_rows
 
-    def slow(*args: Any) -> Tensor:
-        accepted_B = real(*args)
-        accepted_B[accepted_B > 0].sum()
-        return accepted_B
+    def slow(logits_RV: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+        logits_RV[logits_RV > 0].sum()
+        tokens: tuple[Tensor, Tensor, Tensor] = real(logits_RV, *args)
+        return tokens
 
-    verify_core._accepted = slow
+    frame_room.race_rows = slow  # type: ignore[assignment]
 
 
 def positions_from_a_list() -> None:

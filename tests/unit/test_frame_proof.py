@@ -22,7 +22,7 @@ def test_the_frame_is_clean(kind: str) -> None:
     [
         ("scalar_per_draft_step", "greedy", "tensor-literal"),  # founding case 2
         ("length_read_back", "greedy", "host-read"),
-        ("boolean_index_in_verify", "sampled", "boolean-index"),  # greedy verification is a kernel
+        ("boolean_index_in_sampling", "sampled", "boolean-index"),
         ("positions_from_a_list", "greedy", "pageable-copy"),
     ],
 )

@@ -8,22 +8,17 @@ import triton
 import triton.language as tl
 
 from slipstream.kernels.frame import RECORD_COLUMNS
-from slipstream.sampling.rng import PURPOSE_SYNTHETIC
-from slipstream.types import FinishCode
+from slipstream.kernels.jit.numbers import coin53, stream_word
+from slipstream.sampling.rng import PURPOSE_ACCEPT, PURPOSE_SYNTHETIC
+from slipstream.types import FinishCode, VerifyMode
 
 _COLUMNS = tl.constexpr(RECORD_COLUMNS)
 _NONE = tl.constexpr(int(FinishCode.NONE))
 _STOP = tl.constexpr(int(FinishCode.STOP))
 _LENGTH = tl.constexpr(int(FinishCode.LENGTH))
-# The constants of sampling/rng.py: the same bits on every device.
-_PURPOSE = tl.constexpr(PURPOSE_SYNTHETIC << 56)
-_GOLDEN64 = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
-_MIX64_A = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
-_MIX64_B = tl.constexpr(0x94D049BB133111EB - (1 << 64))
-_LOW34 = tl.constexpr((1 << 34) - 1)
-_LOW37 = tl.constexpr((1 << 37) - 1)
-_LOW33 = tl.constexpr((1 << 33) - 1)
-_LOW53 = tl.constexpr((1 << 53) - 1)
+_REJECTION = tl.constexpr(int(VerifyMode.REJECTION))
+_FOR_SYNTHETIC = tl.constexpr(PURPOSE_SYNTHETIC)
+_FOR_ACCEPT = tl.constexpr(PURPOSE_ACCEPT)
 
 
 @triton.jit(do_not_specialize=["B", "R"])
@@ -70,13 +65,10 @@ def pack_rows_kernel(
 
 
 @triton.jit
-def _coin53(key, child, base):
-    """The coin of `sampling.rng.coin` for PURPOSE_SYNTHETIC, node 0, as a whole number below 2**53."""
-    z = key + (base + child * (1 << 32) + _PURPOSE) * _GOLDEN64
-    z = (z ^ ((z >> 30) & _LOW34)) * _MIX64_A
-    z = (z ^ ((z >> 27) & _LOW37)) * _MIX64_B
-    z = z ^ ((z >> 31) & _LOW33)
-    return (z >> 11) & _LOW53
+def _drawn(key, child, base, rows, whole, share):
+    """Accepted drafts by lot; see `kernels.frame.synthetic_parts`."""
+    more = coin53(stream_word(key, child, base, rows * 0, _FOR_SYNTHETIC)) < share
+    return tl.minimum(more.to(tl.int32) + whole, tl.maximum(rows - 1, 0)).to(tl.int32)
 
 
 @triton.jit
@@ -149,13 +141,56 @@ def close_greedy_kernel(
     target = tl.load(target_ptr + tl.load(row_of_ptr + b * W + w, mask=inside, other=0), mask=inside, other=0)
     draft = tl.load(pending_ptr + slot * PW + 1 + w, mask=w < W - 1, other=-1)
     if SYNTHETIC:
-        more = _coin53(tl.load(key_ptr + slot), tl.load(child_ptr + slot), base) < share
-        accepted = tl.minimum(more.to(tl.int32) + whole, tl.maximum(rows - 1, 0)).to(tl.int32)
+        accepted = _drawn(tl.load(key_ptr + slot), tl.load(child_ptr + slot), base, rows, whole, share)
     else:
         good = (target == draft) & (w < rows - 1) & (w < W - 1)
         accepted = tl.min(tl.where(good, WP, w), axis=0)
     emitted = tl.where(rows > 0, accepted + 1, 0)
     own = tl.sum(tl.where(w == accepted, target, 0), axis=0)
+    token = tl.where(w < accepted, draft, own)
+    token = tl.where(w < emitted, token, 0)
+    _close(
+        b, w, slot, base, rows, token, accepted, emitted, generation_ptr, active_ptr, committed_ptr, max_len_ptr,
+        stop_ptr, history_ptr, pending_ptr, record_ptr, L, W, PW, T, TP,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["whole", "share"])
+def close_sampled_kernel(
+    target_ptr, residual_ptr, p_ptr, row_of_ptr, rows_ptr, slot_ptr, generation_ptr, active_ptr, committed_ptr,
+    max_len_ptr, stop_ptr, history_ptr, pending_ptr, mode_ptr, key_ptr, child_ptr, q_ptr, record_ptr, L, K, V,
+    whole, share,
+    W: tl.constexpr, PW: tl.constexpr, WP: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, DENSE: tl.constexpr,
+    SYNTHETIC: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,): as close_greedy; slots under rejection accept by coin and end with the row's residual token."""
+    b = tl.program_id(0)
+    w = tl.arange(0, WP)
+    inside = w < W
+    judged = w < W - 1
+    slot = tl.load(slot_ptr + b)
+    base = tl.load(committed_ptr + slot)
+    rows = tl.load(rows_ptr + b).to(tl.int32)
+    key = tl.load(key_ptr + slot)
+    child = tl.load(child_ptr + slot)
+    by_coin = tl.load(mode_ptr + slot) == _REJECTION
+    row = tl.load(row_of_ptr + b * W + w, mask=inside, other=0)
+    target = tl.load(target_ptr + row, mask=inside, other=0)
+    draft = tl.load(pending_ptr + slot * PW + 1 + w, mask=judged, other=-1)
+    if SYNTHETIC:
+        accepted = _drawn(key, child, base, rows, whole, share)
+    else:
+        p = tl.load(p_ptr + row, mask=inside, other=0.0).to(tl.float64)
+        u = coin53(stream_word(key, child, base, w, _FOR_ACCEPT)).to(tl.float64) * 2.0**-53
+        if DENSE:
+            at = (slot * K + w) * V + tl.minimum(tl.maximum(draft, 0), V - 1)
+            u = u * tl.load(q_ptr + at, mask=judged & (w < K), other=0.0).to(tl.float64)
+        good = tl.where(by_coin, u < p, target == draft) & (w < rows - 1) & judged
+        accepted = tl.min(tl.where(good, WP, w), axis=0)
+    emitted = tl.where(rows > 0, accepted + 1, 0)
+    refused = by_coin & (accepted < rows - 1)
+    last = tl.where(refused, tl.load(residual_ptr + row, mask=inside, other=0), target)
+    own = tl.sum(tl.where(w == accepted, last, 0), axis=0)
     token = tl.where(w < accepted, draft, own)
     token = tl.where(w < emitted, token, 0)
     _close(
@@ -202,4 +237,20 @@ def launch_close_greedy(
         target, row_of, rows, slot, generation, active, committed, max_len, stops, history, pending, key, child,
         record, history.shape[1], whole, share, W=width, PW=pending.shape[1], WP=_pad(width), T=stops.shape[1],
         TP=_pad(stops.shape[1]), SYNTHETIC=synthetic is not None, num_warps=1,
+    )  # fmt: skip
+
+
+def launch_close_sampled(
+    target, residual, p, row_of, rows, slot, generation, active, committed, max_len, stops, history, pending, mode, key,
+    child, q, record, synthetic,
+):  # fmt: skip
+    """q: [S, K, V] or None. synthetic: None, or `kernels.frame.synthetic_parts`."""
+    slots, width = row_of.shape
+    whole, share = synthetic or (0, 0)
+    _, drafts, vocab = (0, 0, 0) if q is None else q.shape
+    close_sampled_kernel[(slots,)](
+        target, residual, p, row_of, rows, slot, generation, active, committed, max_len, stops, history, pending, mode,
+        key, child, q, record, history.shape[1], drafts, vocab, whole, share, W=width, PW=pending.shape[1],
+        WP=_pad(width), T=stops.shape[1], TP=_pad(stops.shape[1]), DENSE=q is not None,
+        SYNTHETIC=synthetic is not None, num_warps=1,
     )  # fmt: skip

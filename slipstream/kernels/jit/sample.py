@@ -1,25 +1,25 @@
 # mypy: ignore-errors
 # (Triton's device language has no types that mypy could check; the ops in kernels/sample.py are typed.)
-"""Two-stage argmax, the exponential race with noise made in registers, and greedy verification."""
+"""Two-stage argmax, and the exponential race of sampled rows with noise made in registers."""
 
 from __future__ import annotations
 
-import os
-
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tlx
-from triton.language.extra import libdevice
+
+from slipstream.kernels.jit.filters import row_scale
+from slipstream.kernels.jit.numbers import exp, exponential, stream_word
+from slipstream.sampling.rng import PURPOSE_COUPLED, PURPOSE_EMIT
+from slipstream.types import VerifyMode
 
 _NOWHERE = tl.constexpr(2147483647)
-_M31 = tl.constexpr(2147483647)
-# The constants of sampling/rng.py: the same bits on every device.
-_GOLDEN31 = tl.constexpr(0x1E3779B9)
-_MIX_A = tl.constexpr(0x6D0F27BD)
-_MIX_B = tl.constexpr(0x2C1B3C6D)
-_MIX_C = tl.constexpr(0x297A2D39)
-_SCALE = tl.constexpr(-(2.0**-31) * (1.0 - 2.0**-23))
-_INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+_GREEDY = tl.constexpr(int(VerifyMode.GREEDY))
+_COUPLED = tl.constexpr(int(VerifyMode.COUPLED))
+_REJECTION = tl.constexpr(int(VerifyMode.REJECTION))
+_FOR_COUPLED = tl.constexpr(PURPOSE_COUPLED)
+_FOR_EMIT = tl.constexpr(PURPOSE_EMIT)
 
 TILE = 4096
 
@@ -62,88 +62,110 @@ def argmax_finish_kernel(best_ptr, where_ptr, out_ptr, R, tiles, V, TB: tl.const
 
 
 @triton.jit
-def _log1p(x):
-    if _INTERPRET:
-        # libdevice does not run there. Kahan's form keeps full precision near 0.
-        w = 1.0 + x
-        return tl.where(w == 1.0, x, tl.log(w) * (x / tl.where(w == 1.0, 1.0, w - 1.0)))
-    return libdevice.log1p(x)
+def _depth_and_draft(slot, pos, committed_ptr, pending_ptr, PW):
+    """The row's place in its slot's round, and the draft that it judges; -1 where it judges none."""
+    depth = (pos - tl.load(committed_ptr + slot)).to(tl.int32)
+    judges = (depth >= 0) & (depth < PW - 1)
+    return depth, tl.load(pending_ptr + slot * PW + depth + 1, mask=judges, other=-1)
 
 
-@triton.jit
-def exponential(word, ids):
-    """Exp(1) variate of each token id: `sampling.rng.noise_from_words` in float32, bit for bit."""
-    a = (word & _M31).to(tl.int32)
-    b = ((word >> 31) & _M31).to(tl.int32)
-    x = (ids * _GOLDEN31 + a) & _M31
-    x = ((x ^ (x >> 16)) * _MIX_A) & _M31
-    low = x | 1
-    x = x ^ b
-    x = ((x ^ (x >> 15)) * _MIX_B) & _M31
-    x = ((x ^ (x >> 16)) * _MIX_C) & _M31
-    x = x ^ (x >> 15)
-    u = (x.to(tl.float32) + low.to(tl.float32) * (2.0**-31)) * _SCALE
-    return -_log1p(u)
-
-
-@triton.jit(do_not_specialize=["B", "K"])
-def race_tiles_kernel(
-    p_ptr, row_ptr, word_ptr, refused_ptr, judged_ptr, draft_ptr, q_ptr, best_ptr, where_ptr, B, K, V,
-    BLOCK: tl.constexpr, DENSE: tl.constexpr,
-):  # fmt: skip
-    """Grid (cdiv(V, BLOCK), B). Two races in one pass: over what p has beyond q (plane 0), and over p (plane 1)."""
-    tile = tl.program_id(0)
-    b = tl.program_id(1)
-    i = tile * BLOCK + tl.arange(0, BLOCK)
-    ok = i < V
-    row = tl.load(row_ptr + b)
-    refused = tl.load(refused_ptr + b).to(tl.int32) != 0
-    p = tl.load(p_ptr + row.to(tl.int64) * V + i, mask=ok, other=0.0)
-    if DENSE:
-        judged = tl.load(judged_ptr + b)
-        q = tl.load(q_ptr + (b.to(tl.int64) * K + judged) * V + i, mask=i < tl.where(refused, V, 0), other=0.0)
-        rest = tl.maximum(p - q.to(tl.float32), 0.0)
-    else:
-        rest = tl.where((i == tl.load(draft_ptr + b)) & refused, 0.0, p)
-    noise = exponential(tl.load(word_ptr + b), i)
-    tiles = tl.num_programs(0)
-    for plane in tl.static_range(2):
-        # Division as IEEE has it: an approximate one could turn a near tie.
-        score = tl.where(ok, tl.div_rn(rest if plane == 0 else p, noise), -1.0)
-        top = tl.max(score, axis=0)
-        at = (plane * tiles + tile) * B + b
-        tl.store(best_ptr + at, top)
-        tl.store(where_ptr + at, tl.min(tl.where(score == top, i, _NOWHERE), axis=0))
-
-
-@triton.jit(do_not_specialize=["B", "tiles"])
-def race_finish_kernel(best_ptr, where_ptr, out_ptr, B, tiles, V, TB: tl.constexpr):
-    """Grid (B,): the winner over p beyond q, or over p where q leaves nothing."""
-    b = tl.program_id(0)
-    top, token = _best(best_ptr, where_ptr, b, B, tiles, TB)
-    _, plain = _best(best_ptr + tiles * B, where_ptr + tiles * B, b, B, tiles, TB)
-    token = tl.where(top > 0.0, token, plain)
-    tl.store(out_ptr + b, tl.minimum(token, V - 1).to(tl.int64))
-
-
-@triton.jit
-def greedy_verify_kernel(
-    target_ptr, row_of_ptr, rows_ptr, draft_ptr, accepted_ptr, tokens_ptr, emitted_ptr, W, K, WP: tl.constexpr
+@triton.jit(do_not_specialize=["R"])
+def weights_kernel(
+    logits_ptr, peak_ptr, threshold_ptr, slot_ptr, temperature_ptr, mode_ptr, sum_ptr, R, V, BLOCK: tl.constexpr
 ):
-    """Grid (B,): the leading drafts that equal their row's target, then the target's own token."""
-    b = tl.program_id(0)
-    w = tl.arange(0, WP)
-    rows = tl.load(rows_ptr + b).to(tl.int32)
-    target = tl.load(target_ptr + tl.load(row_of_ptr + b * W + w, mask=w < W, other=0), mask=w < W, other=0)
-    draft = tl.load(draft_ptr + b * K + w, mask=(w < W - 1) & (w < K), other=-1)
-    good = (target == draft) & (w < rows - 1) & (w < W - 1)
-    accepted = tl.min(tl.where(good, WP, w), axis=0)
-    last = tl.sum(tl.where(w == accepted, target, 0), axis=0)
-    emitted = tl.where(rows > 0, accepted + 1, 0)
-    tokens = tl.where(w < accepted, draft, last)
-    tl.store(tokens_ptr + b * W + w, tl.where(w < emitted, tokens, 0), mask=w < W)
-    tl.store(accepted_ptr + b, accepted.to(tl.int64))
-    tl.store(emitted_ptr + b, emitted.to(tl.int64))
+    """Grid (tiles, R): each tile's share of the sum of weights, for rows judged by rejection."""
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    slot = tl.load(slot_ptr + row)
+    if tl.load(mode_ptr + slot) == _REJECTION:
+        i = tile * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row.to(tl.int64) * V + i, mask=i < V, other=float("-inf"))
+        x = tl.div_rn(x, row_scale(temperature_ptr, slot))
+        weight = tl.where(x >= tl.load(threshold_ptr + row), exp(x - tl.load(peak_ptr + row)), 0.0)
+        tl.store(sum_ptr + tile * R + row, tl.sum(weight, axis=0))
+
+
+@triton.jit
+def _store_best(score, i, at, best_ptr, where_ptr):
+    top = tl.max(score, axis=0)
+    tl.store(best_ptr + at, top)
+    tl.store(where_ptr + at, tl.min(tl.where(score == top, i, _NOWHERE), axis=0))
+
+
+@triton.jit
+def _sum_of(sum_ptr, row, R, tiles, TB: tl.constexpr):
+    t = tl.arange(0, TB)
+    return tl.sum(tl.load(sum_ptr + t * R + row, mask=t < tiles, other=0.0), axis=0)
+
+
+@triton.jit(do_not_specialize=["R", "tiles"])
+def race_kernel(
+    logits_ptr, peak_ptr, threshold_ptr, slot_ptr, pos_ptr, temperature_ptr, mode_ptr, key_ptr, child_ptr,
+    committed_ptr, pending_ptr, q_ptr, best_ptr, where_ptr, sum_ptr, R, V, tiles, PW, K,
+    BLOCK: tl.constexpr, TB: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, R). Plane 0: the race over the weights; plane 1, under rejection: over what they have beyond q."""
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    slot = tl.load(slot_ptr + row)
+    mode = tl.load(mode_ptr + slot)
+    if mode != _GREEDY:
+        pos = tl.load(pos_ptr + row)
+        key = tl.load(key_ptr + slot)
+        child = tl.load(child_ptr + slot)
+        depth, draft = _depth_and_draft(slot, pos, committed_ptr, pending_ptr, PW)
+        word = tl.where(
+            mode == _COUPLED,
+            stream_word(key, child, pos + 1, depth * 0, _FOR_COUPLED),
+            stream_word(key, child, pos - depth, depth, _FOR_EMIT),
+        )
+        i = tile * BLOCK + tl.arange(0, BLOCK)
+        ok = i < V
+        x = tl.load(logits_ptr + row.to(tl.int64) * V + i, mask=ok, other=float("-inf"))
+        x = tl.div_rn(x, row_scale(temperature_ptr, slot))
+        weight = tl.where(x >= tl.load(threshold_ptr + row), exp(x - tl.load(peak_ptr + row)), 0.0)
+        noise = exponential(word, i)
+        at = tile * R + row
+        # Division as IEEE has it: an approximate one could turn a near tie.
+        _store_best(tl.where(ok, tl.div_rn(weight, noise), -1.0), i, at, best_ptr, where_ptr)
+        if mode == _REJECTION:
+            if DENSE:
+                held = (depth >= 0) & (depth < K)
+                q = tl.load(q_ptr + (slot * K + depth) * V + i, mask=ok & held, other=0.0).to(tl.float32)
+                rest = tl.maximum(tl.div_rn(weight, _sum_of(sum_ptr, row, R, tiles, TB)) - q, 0.0)
+            else:
+                tl.store(sum_ptr + at, tl.sum(weight, axis=0))
+                rest = tl.where(i == draft, 0.0, weight)
+            score = tl.where(ok, tl.div_rn(rest, noise), -1.0)
+            _store_best(score, i, tiles * R + at, best_ptr, where_ptr)
+
+
+@triton.jit(do_not_specialize=["R", "tiles"])
+def race_finish_kernel(
+    logits_ptr, peak_ptr, threshold_ptr, greedy_ptr, slot_ptr, pos_ptr, temperature_ptr, mode_ptr, committed_ptr,
+    pending_ptr, best_ptr, where_ptr, sum_ptr, target_out, residual_out, p_out, R, V, tiles, PW, TB: tl.constexpr,
+):  # fmt: skip
+    """Grid (R,): the row's token, the one instead of a refused draft, and the draft's probability."""
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row)
+    mode = tl.load(mode_ptr + slot)
+    token = tl.load(greedy_ptr + row).to(tl.int32)
+    other = token
+    p = tl.load(peak_ptr + row) * 0.0
+    if mode != _GREEDY:
+        _won, token = _best(best_ptr, where_ptr, row, R, tiles, TB)
+        other = token
+        if mode == _REJECTION:
+            top, beyond = _best(best_ptr + tiles * R, where_ptr + tiles * R, row, R, tiles, TB)
+            other = tl.where(top > 0.0, beyond, token)  # nothing left: q = p up to rounding
+            _depth, draft = _depth_and_draft(slot, tl.load(pos_ptr + row), committed_ptr, pending_ptr, PW)
+            draft = tl.minimum(tl.maximum(draft, 0), V - 1)
+            x = tl.div_rn(tl.load(logits_ptr + row.to(tl.int64) * V + draft), row_scale(temperature_ptr, slot))
+            weight = tl.where(x >= tl.load(threshold_ptr + row), exp(x - tl.load(peak_ptr + row)), 0.0)
+            p = tl.div_rn(weight, _sum_of(sum_ptr, row, R, tiles, TB))
+    tl.store(target_out + row, tl.minimum(token, V - 1).to(tl.int64))
+    tl.store(residual_out + row, tl.minimum(other, V - 1).to(tl.int64))
+    tl.store(p_out + row, p)
 
 
 def launch_argmax_tiles(x, best, where, *, pdl):
@@ -160,20 +182,25 @@ def launch_argmax_finish(best, where, out, *, vocab, pdl):
     )
 
 
-def launch_race(p, row, words, refused, judged, draft, q, best, where, out):
-    """best, where: [2, tiles, B] scratch."""
-    tiles, slots = best.shape[1:]
-    vocab = p.shape[1]
-    race_tiles_kernel[(tiles, slots)](
-        p, row, words, refused, judged, draft, q, best, where, slots, 1 if q is None else q.shape[1], vocab,
-        BLOCK=TILE, DENSE=q is not None, num_warps=4,
+def launch_race_rows(
+    logits, peak, threshold, greedy, slot, pos, temperature, mode, key, child, committed, pending, q, target, residual,
+    p,
+):  # fmt: skip
+    """q [S, K, V] or None."""
+    rows, vocab = logits.shape
+    tiles = triton.cdiv(vocab, TILE)
+    best, part = logits.new_empty(2, tiles, rows), logits.new_empty(tiles, rows)
+    where = torch.empty_like(best, dtype=torch.int32)
+    tb, width = triton.next_power_of_2(tiles), pending.shape[1]
+    if q is not None:
+        weights_kernel[(tiles, rows)](
+            logits, peak, threshold, slot, temperature, mode, part, rows, vocab, BLOCK=TILE, num_warps=4
+        )
+    race_kernel[(tiles, rows)](
+        logits, peak, threshold, slot, pos, temperature, mode, key, child, committed, pending, q, best, where, part,
+        rows, vocab, tiles, width, 0 if q is None else q.shape[1], BLOCK=TILE, TB=tb, DENSE=q is not None, num_warps=4,
     )  # fmt: skip
-    race_finish_kernel[(slots,)](best, where, out, slots, tiles, vocab, TB=triton.next_power_of_2(tiles))
-
-
-def launch_greedy_verify(target, row_of, rows, draft, accepted, tokens, emitted):
-    slots, width = row_of.shape
-    greedy_verify_kernel[(slots,)](
-        target, row_of, rows, draft, accepted, tokens, emitted, width, draft.shape[1],
-        WP=triton.next_power_of_2(width), num_warps=1,
+    race_finish_kernel[(rows,)](
+        logits, peak, threshold, greedy, slot, pos, temperature, mode, committed, pending, best, where, part, target,
+        residual, p, rows, vocab, tiles, width, TB=tb, num_warps=1,
     )  # fmt: skip

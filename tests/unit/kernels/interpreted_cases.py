@@ -10,14 +10,11 @@ import torch
 
 from slipstream.kernels import attention as ops_attention
 from slipstream.kernels import gemm as ops_gemm
-from slipstream.kernels import ngram as ops_ngram
 from slipstream.kernels import norm as ops_norm
 from slipstream.kernels import rope as ops_rope
-from slipstream.kernels import sample as ops_sample
-from slipstream.kernels.jit import attention, gemm, ngram, norm, rope, sample
+from slipstream.kernels.jit import attention, gemm, norm, rope, sample
 from slipstream.kernels.tuning import AttentionConfig, GemmConfig
 from slipstream.kernels.workspace import Workspace
-from slipstream.sampling.rng import PURPOSE_EMIT, noise_from_words, stream_words
 from tests.support.kernel_cases import paged_case, relative_error, rope_tables
 
 NAN = float("nan")
@@ -180,52 +177,3 @@ def test_argmax_breaks_ties_towards_the_lowest() -> None:
     sample.launch_argmax_tiles(x, best, where, pdl=False)
     sample.launch_argmax_finish(best, where, out, vocab=9000, pdl=False)
     assert out.tolist() == [4500] * R
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_race_matches_the_reference(dense: bool) -> None:
-    vocab, slots = 5000, 6
-    p = torch.softmax(torch.randn(8, vocab) * 2, -1)
-    q = torch.softmax(torch.randn(slots, 3, vocab) * 2, -1) if dense else None
-    zero, row = torch.zeros(slots, dtype=torch.int64), torch.randint(0, 8, (slots,))
-    words = stream_words(torch.randint(-(2**62), 2**62, (slots,)), zero, torch.arange(slots), 0, PURPOSE_EMIT)
-    refused, judged = torch.arange(slots) % 2 == 0, torch.arange(slots) % 3
-    free = ops_sample.race_tokens(p, row, words, torch.zeros_like(refused), judged, zero, None)
-    best, where, out = poison(2, 2, slots), torch.full((2, 2, slots), -9, dtype=torch.int32), zero - 9
-    sample.launch_race(p, row, words, refused, judged, free, q, best, where, out)
-    assert torch.equal(out, ops_sample.race_tokens(p, row, words, refused, judged, free, q))
-    if not dense:
-        assert torch.equal(out != free, refused), "a refused draft never wins its own round"
-
-
-def test_noise_is_that_of_the_counter_rng() -> None:
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def dump(word_ptr, out_ptr, V: tl.constexpr):
-        i = tl.arange(0, V)
-        tl.store(out_ptr + i, sample.exponential(tl.load(word_ptr), i))
-
-    words = torch.randint(-(2**62), 2**62, (1,))
-    out = poison(1, 4096)
-    dump[(1,)](words, out, V=4096)
-    assert torch.allclose(out, noise_from_words(words, 4096, torch.float32), rtol=1e-6, atol=0)
-
-
-def test_greedy_verify() -> None:
-    target, row_of, rows = torch.randint(0, 9, (12,)), torch.randint(0, 12, (64, 4)), torch.randint(0, 5, (64,))
-    draft = torch.where(torch.rand(64, 3) < 0.8, target[row_of[:, :3]], 0)
-    got = [torch.full((64,), -9), torch.full((64, 4), -9), torch.full((64,), -9)]
-    sample.launch_greedy_verify(target, row_of, rows, draft, *got)
-    for a, b in zip(got, ops_sample.greedy_verify(target, row_of, rows, draft), strict=True):
-        assert torch.equal(a, b)
-    assert set(got[0].tolist()) == {0, 1, 2, 3}
-
-
-def test_ngram_match() -> None:
-    history = torch.randint(0, 3, (5, 3000))
-    slot, end = torch.tensor([3, 1, 4, 2]), torch.tensor([2500, 0, 7, 60])
-    out = torch.full((4,), -1)
-    ngram.launch_ngram_match(history, slot, end, out, columns=2600, min_n=2, max_n=5)
-    assert torch.equal(out, ops_ngram.ngram_match(history, slot, end, 2600, 2, 5))

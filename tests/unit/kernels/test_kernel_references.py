@@ -5,12 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.kernels import attention, gemm, ngram, norm, registry, rope, sample
-from slipstream.kernels.draft import match_lengths
+from slipstream.kernels import attention, gemm, norm, registry, rope, sample
 from slipstream.kernels.workspace import Workspace
-from slipstream.sampling.rng import PURPOSE_COUPLED, race_noise, stream_words
-from slipstream.types import VerifyMode
-from slipstream.verify import OneHot, VerifyRows, verify
 from tests.support.kernel_cases import attention_by_loops, paged_case, relative_error, rope_tables
 
 R, K, N = 3, 96, 160
@@ -124,57 +120,6 @@ def test_rope_write_norms_the_product_and_adds_the_bias() -> None:
         assert relative_error(a, b) < 1e-5
 
 
-def test_ngram_match_is_the_drafters_match() -> None:
-    history = torch.randint(0, 3, (5, 200))
-    slot, end = torch.tensor([3, 1, 4, 2]), torch.tensor([150, 0, 7, 60])
-    rank = ngram.ngram_match(history, slot, end, 180, 2, 5)
-    lengths = match_lengths(history[slot][:, :180], end, 5)
-    column = torch.arange(180)
-    usable = (lengths >= 2) & (column < end[:, None])
-    assert torch.equal(rank, torch.where(usable, lengths * 180 + column, -1).amax(1))
-    assert (rank >= 0).sum() >= 2 and rank[1] == -1
-
-
-def _verify_rows(vocab: int, mode: VerifyMode) -> tuple[torch.Tensor, VerifyRows]:
-    logits = torch.randn(12, vocab)
-    rows = torch.tensor([4, 1, 0, 3])
-    draft = torch.randint(0, vocab, (4, 3))
-    row_of = torch.arange(12).view(4, 3).repeat(1, 2)[:, :4] % 12
-    draft[0, :2] = logits.argmax(-1)[row_of[0, :2]]
-    return logits, VerifyRows(
-        mode_B=torch.full((4,), int(mode)),
-        key_B=torch.randint(-(2**62), 2**62, (4,)),
-        child_B=torch.zeros(4, dtype=torch.int64),
-        base_B=torch.tensor([5, 9, 0, 100]),
-        row_of_BW=row_of,
-        rows_B=rows,
-        draft_BK=draft,
-        q=OneHot(),
-    )
-
-
-def test_greedy_verify_is_verify() -> None:
-    logits, rows = _verify_rows(50, VerifyMode.GREEDY)
-    want = verify(logits, rows, sampled=False, coupled=False, rejection=False)
-    got = sample.greedy_verify(logits.argmax(-1), rows.row_of_BW, rows.rows_B, rows.draft_BK)
-    assert [t.tolist() for t in got] == [want.accepted_B.tolist(), want.tokens_BW.tolist(), want.n_emitted_B.tolist()]
-    assert want.accepted_B.tolist()[0] >= 2
-
-
-def test_race_is_argmin_of_noise_over_weights() -> None:
-    p = torch.softmax(torch.randn(4, 300) * 3, -1)
-    key, zero, pos = torch.randint(-(2**62), 2**62, (4,)), torch.zeros(4, dtype=torch.int64), torch.arange(4)
-    words = stream_words(key, zero, pos, 0, PURPOSE_COUPLED)
-    noise = race_noise(key, zero, pos, PURPOSE_COUPLED, 300, torch.float32)
-    no = torch.zeros(4, dtype=torch.bool)
-    got = sample.race_tokens(p, torch.arange(4), words, no, zero, zero, None)
-    assert torch.equal(got, (noise / p).argmin(-1))
-    # The refused draft cannot win, and with q = p there is nothing left, so p itself races.
-    again = sample.race_tokens(p, torch.arange(4), words, ~no, zero, got, None)
-    assert (again != got).all()
-    assert torch.equal(sample.race_tokens(p, torch.arange(4), words, ~no, zero, got, p.unsqueeze(1)), got)
-
-
 def test_fakes_agree_with_the_references() -> None:
     from torch.library import opcheck
 
@@ -214,4 +159,3 @@ def test_fakes_agree_with_the_references() -> None:
         (torch.randn(rows, 64), w, None, None, 0.0, k, v, cos, sin, None, None, 1e-5, *where, 4, *ws()),
         test_utils=checks,
     )
-    opcheck(ops.ngram_match.default, (torch.zeros(3, 9, dtype=torch.int64), *torch.tensor([[1, 2], [3, 4]]), 9, 1, 3))

@@ -1,0 +1,140 @@
+"""The kernels of sampled frames on the CPU, in Triton's interpreter, against the torch code of a CPU frame.
+
+Collected by test_sample_kernels_interpreted.py only, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels import frame as ops_frame
+from slipstream.kernels.jit import filters, frame, numbers, sample
+from slipstream.sampling.rng import noise_from_words
+from tests.support.frame_kernel_cases import same_state
+from tests.support.sample_cases import Case, random_case, torch_frame
+
+SLOTS = 7
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several tiles per row also in a small vocabulary."""
+    torch.manual_seed(0)
+    for module in (filters, sample):
+        monkeypatch.setattr(module, "TILE", 512)
+
+
+def poison(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, float("nan") if dtype.is_floating_point else -77, dtype=dtype)
+
+
+def poisoned(memory: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.fill_(float("nan") if t.is_floating_point() else -77) for t in memory)
+
+
+def kernel_threshold(case: Case, logits: Tensor, *, filtered: bool) -> tuple[Tensor, Tensor, Tensor]:
+    slot, pos = case.packed[:2]
+    rows = logits.shape[0]
+    out = poison(rows), poison(rows), poison(rows, dtype=torch.int64)
+    filters.launch_row_threshold(
+        logits, slot, pos, *case.wanted, case.state.stop_ids, case.sampling.min_len, *out,
+        poisoned(filters.scratch(logits)), filtered=filtered,
+    )  # fmt: skip
+    return out
+
+
+def kernel_frame(case: Case, *, filtered: bool, synthetic: float | None = None) -> tuple[Tensor, Tensor]:
+    """Processed logits and record; closes the round in `case`."""
+    state, s = case.state, case.sampling
+    slot, pos, _, _, rows_B, row_of = case.packed
+    logits = case.logits.clone()
+    peak, threshold, greedy = kernel_threshold(case, logits, filtered=filtered)
+    rows = logits.shape[0]
+    target, residual, p = poison(rows, dtype=torch.int64), poison(rows, dtype=torch.int64), poison(rows)
+    sample.launch_race_rows(
+        logits, peak, threshold, greedy, slot, pos, s.temperature, s.mode, state.key, state.child, state.committed,
+        state.pending, case.q, target, residual, p,
+    )  # fmt: skip
+    record = poison(*row_of.shape, dtype=torch.int64).new_empty(row_of.shape[0], 6 + row_of.shape[1]).fill_(-77)
+    frame.launch_close_sampled(
+        target, residual, p, row_of, rows_B, case.slot, *state.fields, s.mode, state.key, state.child, case.q, record,
+        None if synthetic is None else ops_frame.synthetic_parts(synthetic),
+    )  # fmt: skip
+    temperature = s.temperature[slot].float()
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    return torch.where(scaled >= threshold[:, None], scaled, float("-inf")), record
+
+
+def same_frame(case: Case, *, filtered: bool, synthetic: float | None = None) -> Tensor:
+    mine = case.to("cpu")
+    processed, record = kernel_frame(mine, filtered=filtered, synthetic=synthetic)
+    want, record_want = torch_frame(case, filtered=filtered, synthetic=synthetic)
+    assert torch.equal(processed, want)
+    assert torch.equal(record, record_want) and same_state(mine.state, case.state)
+    return record
+
+
+# The interpreter takes seconds a case: few slots, every combination of what is compiled differently.
+@pytest.mark.parametrize(
+    ("vocab", "width", "dense", "filtered", "synthetic"),
+    [
+        (1031, 3, False, True, None), (600, 3, True, True, None), (1031, 1, False, True, None),
+        (1031, 3, False, False, None), (513, 2, True, False, 1.5), (600, 4, False, True, 2.6),
+    ],
+)  # fmt: skip
+def test_every_mode_and_filter_in_one_frame(
+    vocab: int, width: int, dense: bool, filtered: bool, synthetic: float | None
+) -> None:
+    case = random_case(slots=SLOTS, vocab=vocab, width=width, seed=vocab + width, filtered=filtered, dense=dense)
+    assert len(set(case.sampling.mode[1:].tolist())) == 3
+    same_frame(case, filtered=filtered, synthetic=synthetic)
+
+
+def test_rows_that_do_not_fit() -> None:
+    same_frame(random_case(slots=SLOTS, vocab=700, width=4, seed=2, rows=13), filtered=True)
+
+
+@pytest.mark.parametrize(("listed", "bins"), [(8, 2048), (4096, 4), (64, 32)])
+def test_list_and_bins_decide_nothing_but_time(listed: int, bins: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Too short a list, too few bins: the search goes over the whole row."""
+    monkeypatch.setattr(filters, "LISTED", listed)
+    monkeypatch.setattr(filters, "BINS", bins)
+    same_frame(random_case(slots=SLOTS, vocab=900, width=2, seed=3), filtered=True)
+
+
+def test_all_equal_logits_stay_together() -> None:
+    case = random_case(slots=SLOTS, vocab=900, width=1, seed=5)
+    case.logits.fill_(-3.25)
+    same_frame(case, filtered=True)
+
+
+def test_a_row_does_not_see_its_neighbours() -> None:
+    """The same slot alone and among others: the same bits, so that seeded output does not depend on the batch."""
+    case = random_case(slots=3, vocab=1031, width=2, seed=6)
+    alone = case.to("cpu")
+    logits = case.logits.clone()
+    peak, threshold, greedy = kernel_threshold(case, logits, filtered=True)
+    for row in (0, 3):
+        one = Case(
+            state=alone.state, sampling=alone.sampling, slot=alone.slot,
+            packed=tuple(t[row : row + 1] for t in alone.packed[:4]) + alone.packed[4:], logits=alone.logits, q=None,
+        )  # fmt: skip
+        got = kernel_threshold(one, case.logits[row : row + 1].clone(), filtered=True)
+        assert [t.item() for t in got] == [t[row].item() for t in (peak, threshold, greedy)]
+
+
+def test_noise_is_that_of_the_counter_rng() -> None:
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def dump(word_ptr, out_ptr, V: tl.constexpr):
+        i = tl.arange(0, V)
+        tl.store(out_ptr + i, numbers.exponential(tl.load(word_ptr), i))
+
+    words = torch.randint(-(2**62), 2**62, (1,))
+    out = poison(1, 4096)
+    dump[(1,)](words, out, V=4096)
+    assert torch.allclose(out, noise_from_words(words, 4096, torch.float32), rtol=1e-6, atol=0)

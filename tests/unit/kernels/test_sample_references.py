@@ -1,0 +1,70 @@
+"""The ops of sampled frames against the torch code of a CPU frame. Device code: sample_interpreted_cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from slipstream.kernels import frame as ops_frame
+from slipstream.kernels import sample
+from tests.support.frame_kernel_cases import same_state
+from tests.support.sample_cases import Case, random_case, torch_frame
+
+
+def op_frame(case: Case, *, filtered: bool, synthetic: float | None = None) -> tuple[Tensor, Tensor]:
+    """Processed logits and record by the ops; closes the round in `case`."""
+    state, s = case.state, case.sampling
+    slot, pos, _, _, rows_B, row_of = case.packed
+    logits = case.logits.clone()
+    peak, threshold, greedy = sample.row_threshold(
+        logits, slot, pos, *case.wanted, state.stop_ids, s.min_len, filtered
+    )  # fmt: skip
+    rows = sample.race_rows(
+        logits, peak, threshold, greedy, slot, pos, s.temperature, s.mode, state.key, state.child, state.committed,
+        state.pending, case.q,
+    )  # fmt: skip
+    record = ops_frame.close_sampled(
+        *rows, row_of, rows_B, case.slot, *state.fields, s.mode, state.key, state.child, case.q, synthetic
+    )
+    temperature = s.temperature[slot].to(torch.float32)
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    return torch.where(scaled >= threshold[:, None], scaled, float("-inf")), record
+
+
+@pytest.mark.parametrize("synthetic", [None, 2.6])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("width", [1, 4])
+def test_the_ops_are_process_verify_close(width: int, dense: bool, synthetic: float | None) -> None:
+    """Every mode, filter and ban in one frame, over 2,000 rounds."""
+    accepted, cut = set(), 0
+    for seed in range(14):
+        filtered = seed % 4 > 0
+        case = random_case(slots=40, vocab=(1031, 640, 77)[seed % 3], width=width, seed=seed, filtered=filtered,
+                           dense=dense)  # fmt: skip
+        mine = case.to("cpu")
+        processed, record = op_frame(mine, filtered=filtered, synthetic=synthetic)
+        want, record_want = torch_frame(case, filtered=filtered, synthetic=synthetic)
+        assert torch.equal(processed, want)
+        assert torch.equal(record, record_want) and same_state(mine.state, case.state)
+        accepted |= set(record[:, 2].tolist())
+        cut += int((want == float("-inf")).sum() > (case.logits == float("-inf")).sum())
+    assert cut >= 10 and (width == 1 or accepted >= {0, 1, 2})
+
+
+def test_fakes_agree() -> None:
+    checks = ("test_schema", "test_faketensor")
+    case = random_case(slots=4, vocab=50, width=3, seed=1, dense=True)
+    slot, pos, _, _, rows_B, row_of = case.packed
+    state, s, ops = case.state, case.sampling, torch.ops.slipstream
+    filters = (case.logits, slot, pos, *case.wanted, state.stop_ids, s.min_len, True)
+    opcheck(ops.row_threshold.default, filters, test_utils=checks)
+    peak, threshold, greedy = sample.row_threshold(*filters)
+    race = (
+        case.logits, peak, threshold, greedy, slot, pos, s.temperature, s.mode, state.key, state.child,
+        state.committed, state.pending, case.q,
+    )  # fmt: skip
+    opcheck(ops.race_rows.default, race, test_utils=checks)
+    args = (row_of, rows_B, case.slot, *state.fields, s.mode, state.key, state.child, case.q, None)
+    opcheck(ops.close_sampled.default, (*sample.race_rows(*race), *args), test_utils=checks)

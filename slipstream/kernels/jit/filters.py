@@ -33,6 +33,7 @@ BINS = 2048
 """The last but one takes the far end, the last one what is -inf."""
 LISTED = 4096
 """Tokens in a row's list."""
+SEARCH_BLOCK = 4096
 
 
 @triton.jit
@@ -321,5 +322,5 @@ def launch_row_threshold(
         )  # fmt: skip
     threshold_kernel[(rows,)](
         logits, slot, *wanted, best, where, low, listed, filled, above, mass, total, peak, threshold, token, rows,
-        vocab, tiles, unit, BLOCK=LISTED, LISTED=LISTED, TB=tb, SEARCH=filtered, num_warps=8,
+        vocab, tiles, unit, BLOCK=SEARCH_BLOCK, LISTED=LISTED, TB=tb, SEARCH=filtered, num_warps=8,
     )  # fmt: skip

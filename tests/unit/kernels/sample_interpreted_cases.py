@@ -15,7 +15,7 @@ from slipstream.sampling.rng import noise_from_words
 from tests.support.frame_kernel_cases import same_state
 from tests.support.sample_cases import Case, random_case, torch_frame
 
-SLOTS = 7
+SLOTS = 5
 
 
 @pytest.fixture(autouse=True)
@@ -80,20 +80,21 @@ def same_frame(case: Case, *, filtered: bool, synthetic: float | None = None) ->
 @pytest.mark.parametrize(
     ("vocab", "width", "dense", "filtered", "synthetic"),
     [
-        (1031, 3, False, True, None), (600, 3, True, True, None), (1031, 1, False, True, None),
-        (1031, 3, False, False, None), (513, 2, True, False, 1.5), (600, 4, False, True, 2.6),
+        (1031, 2, False, True, None), (600, 2, True, True, None), (1031, 1, False, True, None),
+        (1031, 3, False, False, None), (513, 2, True, False, 1.5), (600, 2, False, True, 1.6),
     ],
 )  # fmt: skip
 def test_every_mode_and_filter_in_one_frame(
     vocab: int, width: int, dense: bool, filtered: bool, synthetic: float | None
 ) -> None:
     case = random_case(slots=SLOTS, vocab=vocab, width=width, seed=vocab + width, filtered=filtered, dense=dense)
-    assert len(set(case.sampling.mode[1:].tolist())) == 3
+    case.sampling.mode[1:4] = torch.arange(3)
+    case.sampling.temperature[1:4] = torch.tensor([0.0, 0.8, 0.9])
     same_frame(case, filtered=filtered, synthetic=synthetic)
 
 
 def test_rows_that_do_not_fit() -> None:
-    same_frame(random_case(slots=SLOTS, vocab=700, width=4, seed=2, rows=13), filtered=True)
+    same_frame(random_case(slots=SLOTS, vocab=700, width=4, seed=2, rows=9), filtered=True)
 
 
 @pytest.mark.parametrize(("listed", "bins"), [(8, 2048), (4096, 4), (64, 32)])
@@ -101,7 +102,7 @@ def test_list_and_bins_decide_nothing_but_time(listed: int, bins: int, monkeypat
     """Too short a list, too few bins: the search goes over the whole row."""
     monkeypatch.setattr(filters, "LISTED", listed)
     monkeypatch.setattr(filters, "BINS", bins)
-    same_frame(random_case(slots=SLOTS, vocab=900, width=2, seed=3), filtered=True)
+    same_frame(random_case(slots=SLOTS, vocab=900, width=1, seed=3), filtered=True)
 
 
 def test_all_equal_logits_stay_together() -> None:

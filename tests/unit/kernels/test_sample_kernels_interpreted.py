@@ -1,0 +1,32 @@
+"""Runs sample_interpreted_cases.py in a fresh process: Triton reads TRITON_INTERPRET when it is first imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).resolve()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests run the compiled kernels")
+def test_sample_kernels_in_the_interpreter() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed (dev: pip install --no-deps 'triton>=3.9')")
+    cases = HERE.parent / "sample_interpreted_cases.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(cases)],
+        cwd=HERE.parents[3],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) >= 13 and "skipped" not in done.stdout

@@ -13,6 +13,7 @@ from slipstream.config import DEFAULT_DRAFTS, EngineConfig, LLMConfig, resolve_e
 from slipstream.device.frame import Frame
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
+from slipstream.draft.detect import Head, load_head
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
 from slipstream.errors import ConfigError, ModelLoadError
@@ -50,36 +51,43 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     model = loaded.model
     tokenizer = _tokenizer(config, loaded)
     num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts
-    draft_loaded = None
+    draft_loaded, head = None, None
     if num_drafts and isinstance(config.draft, str) and config.draft not in ("none", "ngram"):
         try:
-            draft_loaded = _load(config, config.draft, device)
+            head = load_head(
+                config.draft, model, revision=config.revision, load_format=config.load_format, seed=config.seed
+            )
+            draft_loaded = _load(config, config.draft, device) if head is None else None
         except ModelLoadError as error:
             raise ModelLoadError(f'draft={config.draft!r} is neither "ngram" nor a model that loads: {error}') from None
-        _check_draft(config, loaded, draft_loaded, tokenizer)
+        if draft_loaded is not None:
+            _check_draft(config, loaded, draft_loaded, tokenizer)
     if config.draft == "none":
         num_drafts = 0
-    kv_models = [model] + ([draft_loaded.model] if draft_loaded else [])
+    kv_models = [model] + ([draft_loaded.model] if draft_loaded else []) + ([head.model] if head else [])
     token_bytes = sum(
         KVPages.bytes_for(m.config.num_layers, 1, 1, m.config.num_kv_heads, m.config.head_dim, m.dtype)
         for m in kv_models
     )
-    context = min(m.config.max_position_embeddings for m in kv_models)
+    # A head goes as far as the target, whatever length it was trained on.
+    context = min(m.config.max_position_embeddings for m in kv_models if head is None or m is not head.model)
     engine = resolve_engine(
-        config, context=context, num_drafts=num_drafts, lookahead=num_drafts if draft_loaded else 0,
+        config, context=context, num_drafts=num_drafts,
+        lookahead=num_drafts if draft_loaded or (head is not None and head.drafter.lookahead) else 0,
+        rereads=head.drafter.rereads if head is not None else 0,
         eos_ids=len(_eos_ids(loaded, tokenizer)), kv_bytes_per_token=token_bytes,
         memory_bytes=_kv_budget(config, device), on_cpu=device.type == "cpu",
     )  # fmt: skip
     real = torch.float64 if model.dtype == torch.float64 else torch.float32
     kv = _pages(model, engine, device)
-    drafter = _drafter(config, engine, draft_loaded, device, real) if num_drafts else None
+    fused, workspace = _kernels(model, kv, device)
+    drafter = _drafter(config, engine, draft_loaded, head, device, real, workspace) if num_drafts else None
     state = SlotState(
         max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
         num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy),
         widest_frame=max(engine.slot_buckets, default=0), max_stop_ids=engine.max_stop_ids,
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None,
     )  # fmt: skip
-    fused, workspace = _kernels(model, kv, device)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance, fused=fused,
         workspace=workspace,
@@ -221,9 +229,19 @@ def _drafter(
     config: LLMConfig,
     engine: EngineConfig,
     draft: LoadedModel | None,
+    head: Head | None,
     device: torch.device,
     real: torch.dtype,
+    workspace: Any,
 ) -> Drafter:
+    if head is not None:
+        if config.draft_options:
+            raise ConfigError(f"this kind of draft takes no draft_options, got {sorted(config.draft_options)}")
+        made: Drafter = head.drafter(
+            head.model, kv=_pages(head.model, engine, device), max_drafts=engine.num_drafts,
+            max_len=engine.max_model_len, slots=engine.max_slots, real=real, workspace=workspace,
+        )  # fmt: skip
+        return made
     if draft is not None:
         from slipstream.draft.standalone import StandaloneDrafter
 

@@ -21,9 +21,11 @@ class KernelAttention:
         pos_R: Tensor,
         cache_slot_R: Tensor,
         workspace: Workspace,
+        first_cell: int = 0,
     ) -> None:
+        """first_cell: the first cache position that holds anything."""
         self.kv, self.table_SP, self.slot_R, self.pos_R = kv, table_SP, slot_R, pos_R
-        self.cache_slot_R, self.workspace = cache_slot_R, workspace
+        self.cache_slot_R, self.workspace, self.first_cell = cache_slot_R, workspace, first_cell
 
     def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
         flat_k, flat_v = self.kv.flat[layer]
@@ -33,5 +35,6 @@ class KernelAttention:
         out_RND: Tensor = paged_attention(
             q_RND.contiguous(), k_PSKD, v_PSKD, self.table_SP, self.slot_R, self.pos_R, None,
             q_RND.shape[-1] ** -0.5, self.workspace.partial, self.workspace.counters,
+            first_cell=self.first_cell,
         )  # fmt: skip
         return out_RND

@@ -81,13 +81,14 @@ class PagedAttention:
         first_page: Sequence[int] = (),
         reach: Sequence[int] = (),
         clean: bool = False,
+        first_cell: int = 0,
     ) -> None:
         """table_BP: page table rows of the B slots. len_ub: host bound on position + 1 over the grid.
 
         reach: the bound for each slot. first_page: per slot, where its pages are one ascending run (a host fact),
         else -1; a lone slot's run, and long ones of several slots, are read in place instead of being gathered.
         clean: zero what is gathered beyond the last visible column, for caches whose pages are not zeroed when
-        they change hands.
+        they change hands. first_cell: the first column that holds anything; a row before it sees itself.
         """
         slots, width = grid.pos_BW.shape
         self.slots = slots
@@ -116,6 +117,8 @@ class PagedAttention:
         column_L = torch.arange(columns, device=pos_BW.device)
         self.seen_BL11 = (column_L <= pos_BW.amax(1, keepdim=True))[:, :, None, None] if clean else None
         hidden = column_L > pos_BW[:, :, None]
+        if first_cell:
+            hidden |= (column_L < first_cell) & (pos_BW >= first_cell)[:, :, None]
         mask_BWL = torch.zeros(hidden.shape, dtype=mask_dtype, device=pos_BW.device).masked_fill_(hidden, float("-inf"))
         mask = mask_BWL[:, None, :, None, :].expand(slots, 1, self.pad, heads_per_kv, columns)
         self.mask = mask.reshape(slots, 1, self.pad * heads_per_kv, columns)

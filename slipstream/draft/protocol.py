@@ -95,11 +95,15 @@ class PrefillView:
 
 @dataclass(frozen=True, kw_only=True)
 class FirstDraft:
-    """What `extend` learnt: the first draft [B], its probabilities [B, V] when drafts are sampled."""
+    """What `extend` learnt: the first draft [B], its probabilities [B, V] when drafts are sampled.
+
+    state_BH: what the next step of the drafter reads besides the token, for drafters that have such a thing.
+    """
 
     token_B: Tensor
     count_B: Tensor
     q_BV: Tensor | None = None
+    state_BH: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

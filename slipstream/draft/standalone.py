@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.paged import PagedAttention, PrefillAttention, RowGrid, cache_slots
+from slipstream.draft.choose import choose
 from slipstream.draft.protocol import Drafts, DraftView, FirstDraft, PrefillView
 from slipstream.memory.kv import KVPages
-from slipstream.sampling.processors import process_logits
-from slipstream.sampling.rng import PURPOSE_COUPLED, PURPOSE_DRAFT, race, race_noise
-from slipstream.types import MAX_DRAFTS, Admit, VerifyMode
+from slipstream.types import Admit
 
 
 class StandaloneDrafter:
@@ -113,21 +112,4 @@ class StandaloneDrafter:
 
     def _choose(self, logits_BV: Tensor, view: DraftView, step: int) -> tuple[Tensor, Tensor | None]:
         """Draft `step` of every slot, and q [B, V] when some slot is judged by rejection."""
-        greedy_B = logits_BV.argmax(1)
-        if not view.sampled:
-            return greedy_B, None
-        p = view.params
-        logits_BV = process_logits(logits_BV, p.temperature, p.top_k, p.top_p, p.min_p, None, filtered=view.filtered)
-        law_BV = logits_BV.to(self.real).softmax(1)
-        vocab = law_BV.shape[1]
-        token_B = greedy_B
-        if view.coupled:
-            noise_BV = race_noise(p.key, p.child, view.committed_B + step + 1, PURPOSE_COUPLED, vocab, self.real)
-            token_B = torch.where(p.mode == VerifyMode.COUPLED, race(law_BV, noise_BV), token_B)
-        if not view.rejection:
-            return token_B, None
-        # Keyed by round and node, not by position: a rejected draft's noise is never drawn again.
-        node_B = view.committed_B * (MAX_DRAFTS + 1) + step
-        noise_BV = race_noise(p.key, p.child, node_B, PURPOSE_DRAFT, vocab, self.real)
-        token_B = torch.where(p.mode == VerifyMode.REJECTION, race(law_BV, noise_BV), token_B)
-        return token_B, law_BV
+        return choose(logits_BV, view, step, real=self.real, vocab=self.model.config.vocab_size)

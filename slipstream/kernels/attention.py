@@ -24,6 +24,7 @@ def paged_attention(
     counters: Tensor,
     pdl: bool = False,
     per_slot: int = 1,
+    first_cell: int = 0,
 ) -> Tensor:
     """softmax(q K^T * scale) V, [R, N, D]: row r sees cache positions 0..pos_R[r] of slot_R[r].
 
@@ -32,13 +33,14 @@ def paged_attention(
     neighbours: then they share what they read. k, v [pages, page size, K, D]; cells that no row may see can
     hold anything. table [slots, pages per slot]; slot, pos [R]: int32 or int64. partial, counters: a Workspace.
     per_slot: how many rows a slot has, a hint for the cut.
+    first_cell: positions before it are hidden from all rows, whose own must not be among them.
     """
     heads, dim = q_RND.shape[1], q_RND.shape[2]
     page_size, kv_heads = k_PSKD.shape[1], k_PSKD.shape[2]
     slots_R, at_R = slot_R.long(), pos_R.long()
     length = table_SP.shape[1] * page_size
     t_L = torch.arange(length, device=q_RND.device)
-    seen_RL = t_L <= at_R[:, None]
+    seen_RL = (t_L <= at_R[:, None]) & (t_L >= first_cell)
     if tree_R is not None:
         j_RL = t_L - at_R[:, None] - 1
         seen_RL = seen_RL | ((j_RL >= 0) & (j_RL < 64) & (((tree_R[:, None] >> j_RL.clamp(0, 63)) & 1) != 0))
@@ -57,6 +59,7 @@ def paged_attention(
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor,
     tree_R: Tensor | None, scale: float, partial: Tensor, counters: Tensor, pdl: bool = False, per_slot: int = 1,
+    first_cell: int = 0,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(q_RND)
 
@@ -65,6 +68,7 @@ def _(
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor,
     tree_R: Tensor | None, scale: float, partial: Tensor, counters: Tensor, pdl: bool = False, per_slot: int = 1,
+    first_cell: int = 0,
 ) -> Tensor:  # fmt: skip
     from slipstream.kernels.jit import attention
 
@@ -76,6 +80,6 @@ def _(
     out_RND = torch.empty_like(q_RND, memory_format=torch.contiguous_format)
     attention.launch_paged_attention(
         q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R, pos_R, tree_R, partial, counters,
-        scale=scale, config=c, pdl=pdl,
+        scale=scale, config=c, first_cell=first_cell, pdl=pdl,
     )  # fmt: skip
     return out_RND

@@ -18,11 +18,12 @@ def is_hub_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None and not name.endswith((".gguf", ".json", ".safetensors"))
 
 
-def fetch(repo_id: str, revision: str | None = None) -> Path:
+def fetch(repo_id: str, revision: str | None = None, *, bins: bool = False) -> Path:
     """Folder of a snapshot of `repo_id`; cached files are not downloaded again.
 
-    revision: branch, tag or commit; None is the main branch. Raises ModelLoadError in one line when the
-    repository is absent or gated, the revision unknown, or the hub out of reach and the cache without it.
+    revision: branch, tag or commit; None is the main branch. bins: `pytorch_model*.bin` too.
+    Raises ModelLoadError in one line when the repository is absent or gated, the revision unknown, or the hub out
+    of reach and the cache without it.
     """
     try:
         from huggingface_hub import snapshot_download
@@ -41,7 +42,8 @@ def fetch(repo_id: str, revision: str | None = None) -> Path:
         ) from None
     shown = repo_id if revision is None else f"{repo_id} at revision {revision!r}"
     try:
-        folder = snapshot_download(repo_id, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT_FILES)
+        wanted = [*_FILES, "pytorch_model*.bin"] if bins else _FILES
+        folder = snapshot_download(repo_id, revision=revision, allow_patterns=wanted, ignore_patterns=_NOT_FILES)
     except GatedRepoError:
         raise ModelLoadError(f"{repo_id} is gated: ask for access on its page, then set HF_TOKEN") from None
     except RevisionNotFoundError:

@@ -79,8 +79,11 @@ def load_model(
         return _load_folder(path, dtype, place, load_format, seed, memory_bytes)
 
 
-def resolve_source(source: str | Path | None, revision: str | None = None) -> Path:
-    """The file or folder that `source` means; fetches from the hub what is no path here."""
+def resolve_source(source: str | Path | None, revision: str | None = None, *, draft: bool = False) -> Path:
+    """The file or folder that `source` means; fetches from the hub what is no path here.
+
+    draft: an old `pytorch_model.bin` will do.
+    """
     if source is None:
         return default_model()
     text = str(source)
@@ -94,7 +97,7 @@ def resolve_source(source: str | Path | None, revision: str | None = None) -> Pa
             raise ModelLoadError(f"{path} is neither a .gguf file, a config.json nor a folder with one")
         return path
     if isinstance(source, str) and is_hub_id(text):
-        return fetch(text, revision)
+        return fetch(text, revision, bins=draft)
     raise ModelLoadError(f"model {text!r} does not exist")
 
 

@@ -21,6 +21,7 @@ from slipstream.attention.dense import DenseCausal
 from slipstream.draft.oracle import OracleDrafter
 from slipstream.draft.standalone import StandaloneDrafter
 from slipstream.sampling.processors import process_logits
+from tests.support.eagle import write_eagle3
 from tests.support.tiny import write_tiny_checkpoint
 
 VOCAB, TOKENS = 4, 6
@@ -37,6 +38,8 @@ def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "target": write_tiny_checkpoint(root / "t", seed=4, **small),
         "draft": write_tiny_checkpoint(root / "d", seed=11, **small),
+        "eagle3": write_eagle3(root / "e", root / "t", eagle_aux_hidden_state_layer_ids=[0]),
+        "eagle3-part": write_eagle3(root / "f", root / "t", draft_vocab=3, eagle_aux_hidden_state_layer_ids=[0]),
     }
 
 
@@ -88,7 +91,7 @@ def chi_square_p(cells: np.ndarray, law: np.ndarray) -> float:
 
 
 def build(dirs: dict[str, Path], drafter: str, run_ahead: int) -> LLM:
-    draft: Any = {"none": None, "ngram": "ngram", "draft": str(dirs["draft"])}.get(drafter)
+    draft: Any = {"none": None, "ngram": "ngram"}.get(drafter, str(dirs.get(drafter)))
     if drafter == "oracle":
         draft = lambda **kw: OracleDrafter(lambda r: [1, 3, 0, 1, 3, 2, 1, 0, 3, 1, 2, 0, 1, 1, 2], **kw)
     return LLM(
@@ -105,6 +108,8 @@ def build(dirs: dict[str, Path], drafter: str, run_ahead: int) -> LLM:
         ("oracle", 2, {"top_k": 3}),
         ("draft", 1, {}),
         ("draft", 2, {"top_p": 0.8, "min_p": 0.05}),
+        ("eagle3", 2, {"top_p": 0.9}),
+        ("eagle3-part", 1, {}),
     ],
     ids=str,
 )

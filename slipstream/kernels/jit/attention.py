@@ -19,9 +19,10 @@ def paged_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr, tree_ptr, ws_ptr, cnt_ptr,
     R, table_width, page_size, scale,
     N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    ROWS: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
+    SKIP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, KH, SPLITS); DP and GP are D and G rounded up to powers of two."""
+    """Grid (R, KH, SPLITS); DP and GP are D and G rounded up to powers of two. Positions below SKIP are hidden."""
     first = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -73,8 +74,9 @@ def paged_attention_kernel(
                 kv = (page.to(tl.int64) * page_size + t % page_size) * (KH * D) + head * D
                 # Cells past the tile's last position may hold anything, NaN too: they are read as zero.
                 k = tl.load(k_ptr + kv[None, :] + d[:, None], mask=(t[None, :] < length) & d_in[:, None], other=0.0)
-                v = tl.load(v_ptr + kv[:, None] + d[None, :], mask=(t[:, None] < length) & d_in[None, :], other=0.0)
-                see = t[None, :] <= pos[:, None]
+                full = (t < length) & (t >= SKIP)
+                v = tl.load(v_ptr + kv[:, None] + d[None, :], mask=full[:, None] & d_in[None, :], other=0.0)
+                see = (t[None, :] <= pos[:, None]) & (t[None, :] >= SKIP)
                 if TREE:
                     j = t[None, :] - pos[:, None] - 1
                     shown = (tree[:, None] >> tl.minimum(tl.maximum(j, 0), 63).to(tl.int64)) & 1
@@ -136,7 +138,7 @@ def rows_per_tile(group: int, queries: int = 16) -> int:
 
 
 def launch_paged_attention(
-    q, k, v, out, table, slot, pos, tree, ws, counters, *, scale, config, pdl=False
+    q, k, v, out, table, slot, pos, tree, ws, counters, *, scale, config, first_cell=0, pdl=False
 ):  # fmt: skip
     """Launch; see kernels/attention.py for the shapes."""
     rows, heads, dim = q.shape
@@ -147,6 +149,7 @@ def launch_paged_attention(
         q, k, v, out, table, slot, pos, tree, ws, counters,
         rows, table.shape[1], k.shape[1], scale,
         N=heads, KH=kv_heads, D=dim, DP=triton.next_power_of_2(dim), G=group, GP=triton.next_power_of_2(group),
-        ROWS=rows_per_tile(group, c.queries), BT=c.block, SPLITS=c.splits, TREE=tree is not None, PDL=pdl,
+        ROWS=rows_per_tile(group, c.queries), BT=c.block, SPLITS=c.splits, TREE=tree is not None, SKIP=first_cell,
+        PDL=pdl,
         num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -133,19 +133,23 @@ def test_rope_behind_a_library_product(heads: int, kv_heads: int, dim: int) -> N
         assert relative_error(got[1:].nan_to_num(), ref[1:].nan_to_num()) < 1e-5
 
 
-@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("tree", "first_cell"), [(False, 0), (True, 0), (False, 1)])
 @pytest.mark.parametrize(("splits", "block", "queries"), [(1, 16, 16), (3, 4, 16), (8, 4, 16), (1, 8, 64)])
-def test_paged_attention(tree: bool, splits: int, block: int, queries: int) -> None:
+def test_paged_attention(tree: bool, first_cell: int, splits: int, block: int, queries: int) -> None:
     case = paged_case([9, 20, 1], [5, 1, 2], tree=tree)
+    if first_cell:  # the cells before it are never written
+        case.k[case.table[1:, 0].long(), 0] = case.v[case.table[1:, 0].long(), 0] = NAN
     rows, work = case.slot.shape[0], workspace()
     q, out = torch.randn(rows, 6, 16), poison(rows, 6, 16)
     args = (case.table, case.slot, case.pos, case.tree)
     attention.launch_paged_attention(
         q, case.k, case.v, out, *args, work.partial, work.counters, scale=0.25,
-        config=AttentionConfig(splits=splits, block=block, queries=queries),
+        config=AttentionConfig(splits=splits, block=block, queries=queries), first_cell=first_cell,
     )  # fmt: skip
-    want = ops_attention.paged_attention(q, case.k, case.v, *args, 0.25, work.partial, work.counters)
-    assert relative_error(out, want) < 1e-5
+    want = ops_attention.paged_attention(
+        q, case.k, case.v, *args, 0.25, work.partial, work.counters, first_cell=first_cell
+    )
+    assert relative_error(out, want) < 1e-5 and not out.isnan().any()
     assert (out[case.slot == 0] == 0).all()
     assert not work.counters.any()
 

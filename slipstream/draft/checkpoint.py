@@ -1,0 +1,122 @@
+"""Draft checkpoints: small, in safetensors or an old `.bin`, with integer tables beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from slipstream.errors import ModelLoadError
+from slipstream.models.config import read_json
+from slipstream.models.dummy import dummy_rows
+from slipstream.models.weights import DenseSource
+
+_SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
+_BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Names in a folder's safetensors files, from their headers; empty where there are none."""
+    names: set[str] = set()
+    for path in _files(folder, _SAFE, _SAFE_INDEX):
+        with _open(path) as f:
+            names |= set(f.keys())
+    return names
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint on the CPU, in their own types.
+
+    `model.safetensors` or its shards, else `pytorch_model.bin` or its shards; those are read with weights_only, which
+    runs no code. Raises ModelLoadError that names the file.
+    """
+    tensors: dict[str, Tensor] = {}
+    safe = _files(folder, _SAFE, _SAFE_INDEX)
+    for path in safe:
+        with _open(path) as f:
+            for name in f.keys():  # noqa: SIM118 - not a dict
+                tensors[name] = f.get_tensor(name)
+    if safe:
+        return tensors
+    for path in _files(folder, _BIN, _BIN_INDEX):
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as e:  # damaged files raise all kinds
+            raise ModelLoadError(f"{path} is not a readable file of weights: {str(e).splitlines()[0]}") from None
+        if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
+            raise ModelLoadError(f"{path} does not hold a table of tensors")
+        tensors.update(loaded)
+    if not tensors:
+        raise ModelLoadError(f"{folder} has neither {_SAFE} nor {_BIN}")
+    return tensors
+
+
+def _files(folder: Path, single: str, index: str) -> list[Path]:
+    if (folder / single).is_file():
+        return [folder / single]
+    if not (folder / index).is_file():
+        return []
+    table = read_json(folder / index).get("weight_map")
+    if not isinstance(table, dict) or not table:
+        raise ModelLoadError(f"{folder / index} has no weight_map")
+    files = sorted({str(file) for file in table.values()})
+    for file in files:
+        # A plain name only: an index must not lead out of its own folder.
+        if Path(file).name != file or not (folder / file).is_file():
+            raise ModelLoadError(f"{index} names {file!r}, which is not a file in {folder}")
+    return [folder / file for file in files]
+
+
+def _open(path: Path):  # type: ignore[no-untyped-def]
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as e:
+        raise ModelLoadError(f"{path} is not a readable safetensors file: {e}") from None
+
+
+class TensorTable(DenseSource):
+    """`WeightSource` over tensors in memory. rename: a checkpoint's name -> ours."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], rename: Callable[[str], str] = lambda name: name) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            ours = rename(name)
+            if ours in self.tensors:
+                raise ModelLoadError(f"the checkpoint has the tensor {ours!r} twice, once as {name!r}")
+            self.tensors[ours] = tensor
+
+    def take(self, name: str) -> Tensor | None:
+        """Remove and return a tensor that is no weight (a table of ids), None where there is none."""
+        return self.tensors.pop(name, None)
+
+    def names(self) -> set[str]:
+        return set(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self.tensors[name][start:stop]
+
+
+class DummyTable(TensorTable):
+    """Random weights of given shapes, made row by row when they are read; a draft vocabulary is the lowest ids."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, device: torch.device) -> None:
+        super().__init__({})
+        self.shapes, self.seed, self.device = dict(shapes), seed, device
+
+    def take(self, name: str) -> Tensor | None:
+        return torch.zeros(self.shapes["lm_head.weight"][0], dtype=torch.int64) if name == "d2t" else None
+
+    def names(self) -> set[str]:
+        return set(self.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.shapes[name]
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return dummy_rows(name, self.shapes[name], start, stop, seed=self.seed, device=self.device)

@@ -1,0 +1,112 @@
+"""What kind of drafter a checkpoint holds, from its config.json; the classes are imported on use.
+
+Third parties add a kind through the entry point group `slipstream.drafters`: the name is the architecture in
+config.json, the value "module:Class" of a `HeadDrafter`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol
+
+from slipstream.draft.checkpoint import tensor_names
+from slipstream.draft.protocol import Drafter
+from slipstream.errors import UnsupportedError
+from slipstream.models.config import read_json
+from slipstream.models.loader import resolve_source
+
+GROUP = "slipstream.drafters"
+
+DRAFTERS: dict[str, str] = {
+    "eagle3": "slipstream.draft.eagle3:Eagle3Drafter",
+}
+"""Kind -> "module:Class"; a checkpoint of none of these kinds is a language model that drafts by itself."""
+
+
+class HeadDrafter(Protocol):
+    """The class of a drafter that reads the target's hidden states."""
+
+    rereads: int
+    lookahead: bool
+
+    @staticmethod
+    def load(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None) -> Any:
+        """Its weights beside `target`; values: config.json. seed: random weights (load_format=dummy) with it.
+
+        The result has `config` (a ModelConfig: layers, KV heads and head size of its cache) and `dtype`.
+        """
+
+    def __call__(
+        self, model: Any, *, kv: Any, max_drafts: int, max_len: int, slots: int, real: Any, workspace: Any
+    ) -> Drafter: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """A loaded head: the class that drafts with it, and what that class's `load` gave."""
+
+    drafter: Any
+    model: Any
+
+
+def load_head(
+    source: str, target: Any, *, revision: str | None = None, load_format: str = "auto", seed: int = 0
+) -> Head | None:
+    """The head that `source` (as in `load_model`) holds, beside the target model; None when it is a language model."""
+    path = resolve_source(source, revision, draft=True)
+    if path.suffix == ".gguf":
+        return None
+    folder = path if path.is_dir() else path.parent
+    values = read_json(folder / "config.json" if path.is_dir() else path)
+    kind = kind_of(values, folder)
+    if kind is None:
+        return None
+    cls = drafter_class(kind)
+    return Head(drafter=cls, model=cls.load(folder, values, target, seed=seed if load_format == "dummy" else None))
+
+
+def kind_of(values: Mapping[str, Any], folder: Path) -> str | None:
+    """The kind of the drafter, None for a language model. values: its config.json."""
+    named = values.get("speculators_model_type")
+    if isinstance(named, str):
+        return named
+    names = values.get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else ""
+    plain = architecture.lower()
+    nested = values.get("dflash_config")
+    nested = nested if isinstance(nested, Mapping) else {}
+    if (
+        "dspark" in plain
+        or nested.get("projector_type") == "dspark"
+        or {"dspark_block_size", "markov_rank"} & set(values)
+    ):
+        return "dspark"
+    if "dflash" in plain or nested:
+        return "dflash"
+    if "eagle3" in plain or {"draft_vocab_size", "truncated_vocab_size", "eagle_config"} & set(values):
+        return "eagle3"
+    if architecture and architecture in {p.name for p in entry_points(group=GROUP)}:
+        return architecture
+    tensors = tensor_names(folder)
+    if any(n.removeprefix("model.").startswith(("midlayer.", "layers.0.hidden_norm.")) for n in tensors):
+        return "eagle3"
+    if "fc.weight" in tensors and "layers.0.self_attn.q_proj.weight" in tensors:
+        return "eagle"
+    return None
+
+
+def drafter_class(kind: str) -> Any:
+    """The `HeadDrafter` class of a kind. Raises UnsupportedError that lists what there is."""
+    target = DRAFTERS.get(kind)
+    if target is not None:
+        module, name = target.split(":")
+        return getattr(import_module(module), name)
+    for point in entry_points(group=GROUP):
+        if point.name == kind:
+            return point.load()
+    known = ", ".join(sorted(DRAFTERS))
+    raise UnsupportedError(f"drafts of the kind {kind!r} are not supported; the known ones are ngram, a model, {known}")

@@ -1,0 +1,139 @@
+"""EAGLE-3 heads in three formats against the numbers of their reference implementations, and whole rounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream import LLM, SamplingParams
+from slipstream.attention.dense import DenseCausal
+from slipstream.draft.eagle3_model import Eagle3Model, load_eagle3
+from slipstream.models.config import read_json
+from slipstream.models.layers import Embedding
+from tests.support.eagle import stand_in_target
+
+CASES = ("eagle3_official", "eagle3_specforge", "eagle3_deepspec")
+CLOSE = {"atol": 2e-4, "rtol": 1e-4}
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Eagle3Model, dict[str, Tensor]]:
+    values, expected = read_json(folder / "config.json"), load_file(folder / "expected.safetensors")
+    target = stand_in_target(
+        hidden=values.get("target_hidden_size", values["hidden_size"]),
+        vocab=values["vocab_size"],
+        layers=8,
+        dtype=dtype,
+    )
+    if "target_embed_tokens" in expected:
+        target.embed = Embedding(expected["target_embed_tokens"].to(dtype))
+    return load_eagle3(folder, values, target), expected
+
+
+def run(head: Eagle3Model, expected: dict[str, Tensor], steps: int) -> dict[str, Tensor]:
+    """Extend over all positions, then a greedy chain; dense attention over everything fed so far."""
+    aux_LA, ids = expected["aux_hidden_states"].to(head.dtype), expected["token_ids"]
+    x_LH = head.fuse(aux_LA.chunk(len(head.taps), -1))
+    tokens, states, positions = ids[1:], x_LH, torch.arange(len(ids) - 1)
+    rotary = head.rotary(64)
+    out: dict[str, Any] = {"hidden": [], "logits": [], "token": []}
+    for step in range(steps):
+        state, normed = head.forward(tokens, states, positions, rotary, DenseCausal(positions))
+        logits = head.logits(normed)
+        if step == 0:
+            out["extend_hidden"], out["extend_logits"] = state, logits
+        draft = logits[-1].argmax()
+        token = draft if head.id_D is None else head.id_D[draft]
+        for name, value in (("hidden", state[-1]), ("logits", logits[-1]), ("token", token)):
+            out[name].append(value)
+        tokens, states = torch.cat([tokens, token[None]]), torch.cat([states, state[-1:]])
+        positions = torch.arange(len(tokens))
+    return {k: torch.stack(v) if isinstance(v, list) else v for k, v in out.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_extend_and_chain(golden_dir: Path, case: str, dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        head, expected = load(golden_dir / case, dtype)
+        got = run(head, expected, 4)
+    assert got["token"].tolist() == expected["chain_token_ids"].tolist()
+    for mine, theirs in (
+        ("extend_hidden", "extend_hidden"), ("extend_logits", "extend_logits"), ("hidden", "chain_hidden"),
+        ("logits", "chain_logits"),
+    ):  # fmt: skip
+        torch.testing.assert_close(got[mine].float(), expected[theirs], **CLOSE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_matters(golden_dir: Path, case: str, tmp_path: Path) -> None:
+    """Negative control: whichever tensor changes by 30 %, some number leaves its tolerance."""
+    tensors = load_file(golden_dir / case / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((golden_dir / case / "config.json").read_bytes())
+    (tmp_path / "expected.safetensors").write_bytes((golden_dir / case / "expected.safetensors").read_bytes())
+    for name in sorted(tensors):
+        if not tensors[name].is_floating_point():
+            continue
+        noise = torch.randn(tensors[name].shape, generator=torch.Generator().manual_seed(0))
+        save_file({**tensors, name: tensors[name] * (1 + 0.3 * noise)}, tmp_path / "model.safetensors")
+        with torch.inference_mode():
+            head, expected = load(tmp_path)
+            got = run(head, expected, 1)
+        assert not torch.allclose(got["extend_logits"], expected["extend_logits"], **CLOSE), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_names_of_other_releases(golden_dir: Path, case: str, tmp_path: Path) -> None:
+    """The same tensors as `pytorch_model.bin`, and under the other names for the layer."""
+    folder = golden_dir / case
+    tensors = load_file(folder / "model.safetensors")
+    other = {("midlayer." if "midlayer" not in "".join(tensors) else "layers.0."): None}
+    new = next(iter(other))
+    old = "layers.0." if new == "midlayer." else "midlayer."
+    renamed = {"model." + n.replace(old, new) if n.startswith(old) else n: t for n, t in tensors.items()}
+    for name in ("config.json", "expected.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    torch.save(renamed, tmp_path / "pytorch_model.bin")
+    with torch.inference_mode():
+        head, expected = load(tmp_path)
+        got = run(head, expected, 4)
+    assert got["token"].tolist() == expected["chain_token_ids"].tolist()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("page_size", "chunk", "run_ahead"), [(1, 256, 1), (16, 5, 2), (32, 256, 8)])
+def test_rounds_of_the_reference(golden_dir: Path, dtype: str, page_size: int, chunk: int, run_ahead: int) -> None:
+    """Drafted and accepted tokens of every round, and the output, are the reference's."""
+    case = json.loads((golden_dir / "e2e_eagle3" / "expected.json").read_text())
+    with LLM(
+        model=str(golden_dir / "e2e_target"), draft=str(golden_dir / "e2e_eagle3"), num_drafts=case["chain_steps"],
+        dtype=dtype, page_size=page_size, prefill_chunk=chunk, run_ahead=run_ahead, max_model_len=128,
+        prefix_cache=False,
+    ) as llm:  # fmt: skip
+        for prompt in case["prompts"]:
+            rounds = prompt["chain"]["rounds"]
+            # The reference's rounds run past its 48 tokens, ours end there; so ours get room for all of them.
+            want = [prompt["output_ids"][0], *(t for r in rounds for t in r["emitted"])]
+            drafts: list[list[int]] = []
+            frame = llm._built.device.frame
+            propose = frame.drafter.propose
+
+            def spy(first: Any, view: Any, propose: Any = propose, drafts: Any = drafts) -> Any:
+                out = propose(first, view)
+                drafts.append(out.token_BK[0].tolist())
+                return out
+
+            frame.drafter.propose = spy
+            params = SamplingParams(temperature=0, max_tokens=len(want), ignore_eos=True)
+            out = llm.generate(prompt["prompt_ids"], params)[0]
+            del frame.drafter.propose
+            assert out.outputs[0].token_ids == want
+            assert drafts[: len(rounds)] == [r["draft"] for r in rounds]
+            assert abs(out.spec.rounds - len(rounds)) <= 1
+            assert out.spec.emitted == len(want) - 1
+        llm.check_idle()

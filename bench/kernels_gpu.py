@@ -38,6 +38,7 @@ from slipstream.models.dummy import DummyWeights
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
+from slipstream.types import VerifyMode
 
 SHAPES: dict[str, dict[str, int]] = {
     "8b": {
@@ -180,7 +181,7 @@ Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 
 def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
     """Every op of the registry once, on `shape` and the rows."""
-    from slipstream.kernels import attention, draft, frame, gemm, ngram, norm, rope, sample
+    from slipstream.kernels import attention, draft, frame, gemm, norm, rope, sample
     from tests.support.frame_kernel_cases import draft_memory, random_state
 
     h, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
@@ -224,18 +225,22 @@ def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
         sample.argmax_finish, best, torch.randint(0, VOCAB, best.shape, device="cuda", dtype=torch.int32), VOCAB
     )
     slots = r // rows.per_slot
-    row_B, word_B = torch.arange(slots, device="cuda"), torch.randint(1 << 40, (slots,), device="cuda")
-    p_RV, refused_B = torch.softmax(logits, -1), row_B % 2 == 0
-    yield plain(sample.race_tokens, p_RV, row_B, word_B, refused_B, torch.zeros_like(row_B), row_B, None)
     drafts = max(1, rows.per_slot - 1)
     width = drafts + 1
     state = random_state(slots, drafts, vocab=50, columns=1024).copy("cuda")
-    slot_B, rows_B = row_B + 1, torch.full((slots,), width, device="cuda")
+    slot_B = torch.arange(1, slots + 1, device="cuda")
     row_of_BW = torch.arange(slots * width, device="cuda").view(slots, width)
     target_R = torch.randint(0, 50, (slots * width,), device="cuda")
-    yield plain(sample.greedy_verify, target_R, row_of_BW, rows_B, state.pending[1:, 1:].contiguous())
-    end_B = torch.full((slots,), 900, device="cuda")
-    yield plain(ngram.ngram_match, state.history, slot_B, end_B, 1024, 2, 5)
+    # A sampled frame with top-p, by rejection; the rows stand at the slots' committed lengths.
+    some = torch.ones(slots + 1, dtype=torch.float64, device="cuda")
+    none, mode = torch.zeros_like(state.key), torch.full_like(state.key, int(VerifyMode.REJECTION))
+    place_R = state.committed[rows.slot_R] + torch.arange(r, device="cuda") % rows.per_slot
+    chosen = (rows.slot_R, place_R, some, none, some * 0.9, some * 0, state.stop_ids, none, True)
+    yield plain(sample.row_threshold, logits, *chosen)
+    found = sample.row_threshold(logits, *chosen)
+    law = (mode, state.key, state.child, state.committed, state.pending, None)
+    yield plain(sample.race_rows, logits, *found, rows.slot_R, place_R, some, *law)
+    target, residual, p = sample.race_rows(logits, *found, rows.slot_R, place_R, some, *law)
     yield plain(
         frame.pack_rows, state.active, state.committed, state.draft_count, state.pending, slot_B, slots * width, width
     )
@@ -244,6 +249,10 @@ def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
     yield plain(frame.close_round, token_BW, zero_B, zero_B, zero_B, slot_B, *state.fields)
     yield plain(
         frame.close_greedy, target_R, row_of_BW, zero_B, slot_B, *state.fields, state.key, state.child, None
+    )  # fmt: skip
+    yield plain(
+        frame.close_sampled, target, residual, p, row_of_BW % r, zero_B, slot_B, *state.fields, mode, state.key,
+        state.child, None, None,
     )  # fmt: skip
     memory, cost = [t.cuda() for t in draft_memory(slots, 5)], torch.linspace(1.0, 1.2, width, device="cuda")
     record = torch.zeros(slots, frame.RECORD_COLUMNS + width, dtype=torch.int64, device="cuda")

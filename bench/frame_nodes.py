@@ -1,9 +1,10 @@
 """Kernels and device time of captured decode frames, by name.
 
-    python bench/frame_nodes.py [--layers 2] [--slots 1,32] [--drafts 3] [--names] [--micro]
+    python bench/frame_nodes.py [--layers 2] [--slots 1,32] [--drafts 3] [--vocab 128256] [--names] [--micro]
 
 Captures frames of a small dummy Llama with the n-gram drafter or none, greedy, synthetic or with every sampling
-stage, and profiles one replay. `outside`: kernels that are not the target's layers or head. --names lists them.
+stage, and profiles one replay. A graph with the sampling stages runs once for each kind of request in SAMPLING.
+`outside`: kernels that are not the target's layers or head. --names lists them.
 --micro: µs of the drafting kernel by history length. One JSON line per case.
 """
 
@@ -33,6 +34,7 @@ from slipstream.models.dummy import DummyWeights
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
+from slipstream.types import VerifyMode
 
 TARGET = (
     "stream_gemm", "paged_attention", "residual_norm", "argmax_finish",
@@ -40,13 +42,26 @@ TARGET = (
 )  # fmt: skip
 PAGE, LENGTH = 32, 1024
 
+SAMPLING: dict[str, dict[str, float]] = {
+    "greedy": {"mode": VerifyMode.GREEDY},
+    "seeded": {"mode": VerifyMode.COUPLED, "temperature": 1.0},
+    "unseeded": {"mode": VerifyMode.REJECTION, "temperature": 1.0},
+    "min-p": {"mode": VerifyMode.REJECTION, "temperature": 0.8, "min_p": 0.05},
+    "top-k 40": {"mode": VerifyMode.REJECTION, "temperature": 0.8, "top_k": 40},
+    "top-p 0.9": {"mode": VerifyMode.REJECTION, "temperature": 0.8, "top_p": 0.9},
+    "top-k 40, top-p 0.9, ban": {
+        "mode": VerifyMode.COUPLED, "temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_len": LENGTH,
+    },
+}  # fmt: skip
+"""What all slots ask for, by name; the rest is off."""
 
-def make_frame(*, layers: int, slots: int, drafts: int, synthetic: float | None) -> Frame:
+
+def make_frame(*, layers: int, slots: int, drafts: int, synthetic: float | None, vocab: int = 4096) -> Frame:
     """A frame over slots that all decode with random histories, `drafts` drafts pending in each."""
     device = torch.device("cuda")
     config = parse_hf_config(
         {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 4096, "hidden_size": 512,
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": vocab, "hidden_size": 512,
             "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
             "intermediate_size": 1024, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": LENGTH,
             "tie_word_embeddings": False,
@@ -91,6 +106,14 @@ def kernels_of_replay(frame: Frame, shape: Shape) -> list[tuple[str, float]]:
     return [(e.name, float(e.device_time)) for e in events]
 
 
+def ask(state: SlotState, *, mode: float, temperature: float = 0.0, top_k: float = 0, top_p: float = 1.0,
+        min_p: float = 0.0, min_len: float = 0) -> None:  # fmt: skip
+    """Give every slot these sampling parameters."""
+    state.mode_S[1:], state.top_k_S[1:], state.min_len_S[1:] = int(mode), int(top_k), int(min_len)
+    state.temperature_S[1:], state.top_p_S[1:], state.min_p_S[1:] = temperature, top_p, min_p
+    state.stop_ids_ST[1:, 0], state.key_S[1:] = 3, torch.arange(1, state.key_S.shape[0], device=state.device)
+
+
 def draft_us(history: int, slots: int) -> float:
     """µs of one drafting launch over histories of that length, graph-captured 20 at a time."""
     frame = make_frame(layers=1, slots=slots, drafts=3, synthetic=None)
@@ -127,6 +150,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--slots", default="1,16")
     parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--names", action="store_true")
     parser.add_argument("--micro", action="store_true")
     args = parser.parse_args()
@@ -136,16 +160,22 @@ def main() -> int:
     for slots in (int(s) for s in args.slots.split(",")):
         for drafts, synthetic, full in ((0, None, False), (args.drafts, None, False), (args.drafts, 2.5, False),
                                         (args.drafts, None, True)):  # fmt: skip
-            frame = make_frame(layers=args.layers, slots=slots, drafts=drafts, synthetic=synthetic)
-            found = kernels_of_replay(frame, Shape(slots=slots, width=drafts + 1, full=full))
-            outside = [(n, t) for n, t in found if not any(mark in n for mark in TARGET)]
-            line: dict[str, Any] = {
-                "slots": slots, "drafts": drafts, "synthetic": synthetic, "sampled": full, "kernels": len(found),
-                "outside": len(outside), "outside_us": round(sum(t for _, t in outside), 1),
-            }  # fmt: skip
-            if args.names:
-                line["names"] = dict(Counter(f"{n[:60]} {t:.1f}" for n, t in outside))
-            print(json.dumps(line), flush=True)
+            for name, wants in SAMPLING.items() if full else [("greedy", SAMPLING["greedy"])]:
+                frame = make_frame(
+                    layers=args.layers, slots=slots, drafts=drafts, synthetic=synthetic, vocab=args.vocab
+                )  # fmt: skip
+                ask(frame.state, **wants)
+                found = kernels_of_replay(frame, Shape(slots=slots, width=drafts + 1, full=full))
+                outside = [(n, t) for n, t in found if not any(mark in n for mark in TARGET)]
+                line: dict[str, Any] = {
+                    "slots": slots, "drafts": drafts, "synthetic": synthetic, "sampled": full, "asks": name,
+                    "kernels": len(found), "outside": len(outside),
+                    "outside_us": round(sum(t for _, t in outside), 1),
+                }  # fmt: skip
+                if args.names:
+                    line["names"] = dict(Counter(f"{n[:60]} {t:.1f}" for n, t in outside))
+                print(json.dumps(line), flush=True)
+                del frame
     if args.micro:
         for slots in (1, 32):
             for history in (100, 1000, 8000, 32000):

@@ -15,6 +15,10 @@ def test_the_frame_is_clean(kind: str) -> None:
     assert proof.exit_code == 0, proof.table()
     assert proof.frames == 2 and proof.ops > 300
     assert proof.kernels["slipstream::rope_kv_write" if kind == "library" else "slipstream::stream_rope"] == 4
+    # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
+    ops = ("row_threshold", "race_rows", "close_sampled", "close_greedy")
+    counts = [proof.kernels.get(f"slipstream::{op}", 0) for op in ops]
+    assert counts == ([4, 4, 4, 0] if kind == "sampled" else [0, 0, 0, 4])
 
 
 @pytest.mark.parametrize(

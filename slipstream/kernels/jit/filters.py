@@ -29,10 +29,10 @@ _WIDEST = tl.constexpr(64.0)  # logits further below the peak share the last bin
 _SLACK = tl.constexpr(2.0**-10)  # of the estimated mass, on either side of top_p
 
 TILE = 4096
-BINS = 2048
-"""The last but one takes the far end, the last one what is -inf."""
-LISTED = 4096
-"""Tokens in a row's list."""
+BINS = 512
+"""The last but one takes the far end, the last one what is -inf. A tile's histogram costs time in proportion."""
+LISTED = 8192
+"""Tokens in a row's list: several bins of a flat row over 128k tokens."""
 SEARCH_BLOCK = 4096
 
 

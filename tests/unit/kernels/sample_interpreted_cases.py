@@ -97,7 +97,7 @@ def test_rows_that_do_not_fit() -> None:
     same_frame(random_case(slots=SLOTS, vocab=700, width=4, seed=2, rows=9), filtered=True)
 
 
-@pytest.mark.parametrize(("listed", "bins"), [(8, 2048), (4096, 4), (64, 32)])
+@pytest.mark.parametrize(("listed", "bins"), [(8, 512), (4096, 4), (64, 32)])
 def test_list_and_bins_decide_nothing_but_time(listed: int, bins: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Too short a list, too few bins: the search goes over the whole row."""
     monkeypatch.setattr(filters, "LISTED", listed)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -68,3 +70,46 @@ def test_fakes_agree() -> None:
     opcheck(ops.race_rows.default, race, test_utils=checks)
     args = (row_of, rows_B, case.slot, *state.fields, s.mode, state.key, state.child, case.q, None)
     opcheck(ops.close_sampled.default, (*sample.race_rows(*race), *args), test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    ("filtered", "dense", "launches"), [(True, False, 7), (True, True, 8), (False, False, 5), (False, True, 6)]
+)
+def test_a_sampled_round_is_a_handful_of_launches(
+    filtered: bool, dense: bool, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From logits to record. Counts what the CUDA path starts, without starting it."""
+    pytest.importorskip("triton", reason="Triton is not installed (dev: pip install --no-deps 'triton>=3.9')")
+    from slipstream.kernels.jit import filters as jit_filters
+    from slipstream.kernels.jit import frame as jit_frame
+    from slipstream.kernels.jit import sample as jit_sample
+
+    started: list[str] = []
+
+    class Started:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *args, **options: started.append(self.name)
+
+    for module in (jit_filters, jit_sample, jit_frame):
+        for name in [n for n in vars(module) if n.endswith("_kernel")]:
+            monkeypatch.setattr(module, name, Started(name))
+    case = random_case(slots=4, vocab=50, width=3, seed=1, dense=dense)
+    state, s = case.state, case.sampling
+    slot, pos, _, _, rows_B, row_of = case.packed
+    real, whole = torch.empty(slot.shape[0]), torch.empty(slot.shape[0], dtype=torch.int64)
+    jit_filters.launch_row_threshold(
+        case.logits, slot, pos, *case.wanted, state.stop_ids, s.min_len, real, real, whole,
+        jit_filters.scratch(case.logits), filtered=filtered,
+    )  # fmt: skip
+    jit_sample.launch_race_rows(
+        case.logits, real, real, whole, slot, pos, s.temperature, s.mode, state.key, state.child, state.committed,
+        state.pending, case.q, whole, whole, real,
+    )  # fmt: skip
+    jit_frame.launch_close_sampled(
+        whole, whole, real, row_of, rows_B, case.slot, *state.fields, s.mode, state.key, state.child, case.q, whole,
+        None,
+    )  # fmt: skip
+    assert len(started) == launches, started

@@ -60,6 +60,8 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
             draft_loaded = _load(config, config.draft, device) if head is None else None
         except ModelLoadError as error:
             raise ModelLoadError(f'draft={config.draft!r} is neither "ngram" nor a model that loads: {error}') from None
+        if config.num_drafts is None and head is not None:
+            num_drafts = getattr(head.model, "max_drafts", num_drafts)
         if draft_loaded is not None:
             _check_draft(config, loaded, draft_loaded, tokenizer)
     if config.draft == "none":
@@ -89,7 +91,8 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None,
     )  # fmt: skip
     frame = Frame(
-        model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance, fused=fused,
+        model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,
+        block=config.verifier == "block", fused=fused,
         workspace=workspace,
     )  # fmt: skip
     graphs = _graphs(config, frame, engine, device, progress)
@@ -235,11 +238,14 @@ def _drafter(
     workspace: Any,
 ) -> Drafter:
     if head is not None:
-        if config.draft_options:
-            raise ConfigError(f"this kind of draft takes no draft_options, got {sorted(config.draft_options)}")
+        known = getattr(head.drafter, "options", ())
+        for name in config.draft_options:
+            if name not in known:
+                raise ConfigError(f"this kind of draft takes no option {name!r}; known: {', '.join(known) or 'none'}")
         made: Drafter = head.drafter(
             head.model, kv=_pages(head.model, engine, device), max_drafts=engine.num_drafts,
             max_len=engine.max_model_len, slots=engine.max_slots, real=real, workspace=workspace,
+            **config.draft_options,
         )  # fmt: skip
         return made
     if draft is not None:
@@ -250,10 +256,10 @@ def _drafter(
         kv = _pages(draft.model, engine, device)
         return StandaloneDrafter(draft.model, kv=kv, max_drafts=engine.num_drafts, real=real)
     if config.draft == "ngram":
-        known = {"min_n", "max_n", "gate", "row_cost"}
+        ngram = {"min_n", "max_n", "gate", "row_cost"}
         for name in config.draft_options:
-            if name not in known:
-                raise ConfigError(f"unknown n-gram option {name!r}; known: {', '.join(sorted(known))}")
+            if name not in ngram:
+                raise ConfigError(f"unknown n-gram option {name!r}; known: {', '.join(sorted(ngram))}")
         return NgramDrafter(slots=engine.max_slots, max_drafts=engine.num_drafts, device=device, **config.draft_options)
     if callable(config.draft):
         made = config.draft(

@@ -92,6 +92,8 @@ class LLMConfig:
     draft_options go to the drafter (n-gram: min_n, max_n, gate). synthetic_acceptance: mean tokens per round,
     overrides only the accept decision. capture_seconds, capture_mib: what capturing the frames at start-up may take.
     gpu_memory_mib: most that weights and pages may take on a GPU, even where more is free.
+    verifier: how drafts that were sampled are judged in unseeded requests, "chain"
+    or "block" (which accepts at least as much); both keep the target's law.
     """
 
     model: str | None = None
@@ -119,6 +121,7 @@ class LLMConfig:
     capture_mib: float | None = None
     gpu_memory_mib: float | None = None
     synthetic_acceptance: float | None = None
+    verifier: str = "chain"
 
     @classmethod
     def from_options(cls, **options: Any) -> LLMConfig:
@@ -136,6 +139,8 @@ class LLMConfig:
             raise ConfigError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format={self.load_format!r} must be auto or dummy")
+        if self.verifier not in ("chain", "block"):
+            raise ConfigError(f"verifier={self.verifier!r} must be chain or block")
         if self.num_drafts is not None:
             _between("num_drafts", self.num_drafts, 0, MAX_DRAFTS)
         if self.threads is not None:

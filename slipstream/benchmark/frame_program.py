@@ -17,13 +17,17 @@ from slipstream.device.control import ControlWriter
 from slipstream.device.frame import Frame
 from slipstream.device.staging import UploadRing
 from slipstream.device.state import SlotState
+from slipstream.draft.block_config import parse_block_config
+from slipstream.draft.block_model import BlockModel, block_shapes
+from slipstream.draft.dflash import BlockDrafter
 from slipstream.draft.ngram import NgramDrafter
+from slipstream.draft.protocol import Drafter
 from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
 from slipstream.models.config import parse_hf_config
 from slipstream.models.decoder import Decoder
-from slipstream.models.dummy import DummyWeights
+from slipstream.models.dummy import DummyTensors, DummyWeights
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
@@ -68,7 +72,8 @@ LIBRARY_KERNELS = (
 def build(kind: str = "greedy", plant: str = "") -> Program:
     """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
 
-    kind: greedy, sampled, or library: greedy with the kernels that stand between library products. plant:
+    kind: greedy, sampled, dspark (sampled, with a block drafter instead of n-gram), or library: greedy with the kernels
+    that stand between library products. plant:
     "module:function" that puts a known fault back into a production function, to see that the proof turns red
     (tests/unit/test_frame_proof.py).
     """
@@ -82,14 +87,17 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         num_layers=config.num_layers, num_pages=engine.num_pages, page_size=page, num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
+    workspace = Workspace(device)
+    drafter: Drafter = NgramDrafter(slots=slots, max_drafts=drafts, device=device)
+    if kind == "dspark":
+        drafter = _block_drafter(model, engine, workspace)
     state = SlotState(
         max_slots=slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot, num_drafts=drafts,
-        chunk_rows=engine.prefill_chunk, device=device,
+        chunk_rows=engine.prefill_chunk, device=device, draft_vocab=drafter.draft_vocab,
     )  # fmt: skip
-    workspace = Workspace(device)
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
     frame = Frame(
-        model=model, kv=kv, state=state, drafter=NgramDrafter(slots=slots, max_drafts=drafts, device=device),
+        model=model, kv=kv, state=state, drafter=drafter,
         fused=FusedDecoder(model, kv, workspace, config=cut), workspace=workspace,
     )  # fmt: skip
     if plant:
@@ -97,7 +105,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         getattr(importlib.import_module(module), name)()
     control = ControlWriter(state.offset, state.shapes, num_drafts=drafts)
     ring = UploadRing(state.arena, slots=3, capacity=state.arena.numel())
-    sampled = kind == "sampled"
+    sampled = kind in ("sampled", "dspark")
     plans = [_plan(i, slots, sampled) for i in range(2)]
     turn = iter(range(1 << 30))
 
@@ -109,8 +117,30 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             last = sum(s.last for s in plan.prefill)
             assert frame.prefill(plan, plan.prefill, last) is not None
 
-    kernels = LIBRARY_KERNELS if kind == "library" else KERNELS
+    kernels: tuple[str, ...] = LIBRARY_KERNELS if kind == "library" else KERNELS
+    if kind == "dspark":
+        kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
+
+
+def _block_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> Drafter:
+    """A DSpark drafter with every head, on random weights."""
+    block = parse_block_config(
+        {
+            **CONFIG, "architectures": ["Qwen3DSparkModel"], "block_size": 4, "mask_token_id": 0,
+            "target_layer_ids": [-1, 0], "markov_rank": 16, "markov_head_type": "rnn", "enable_confidence_head": True,
+        },
+        model.config,
+    )  # fmt: skip
+    shapes = block_shapes(block, model.config.hidden_size)
+    source = DummyTensors(shapes, seed=1, device=model.device)
+    network = BlockModel(block, WeightBuilder(source, device=model.device, dtype=model.dtype), model)
+    c = block.shape
+    kv = KVPages(
+        num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size, num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim, dtype=model.dtype, device=model.device,
+    )  # fmt: skip
+    return BlockDrafter(network, kv=kv, max_drafts=engine.num_drafts, workspace=workspace, confidence_threshold=0.5)
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:

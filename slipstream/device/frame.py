@@ -71,15 +71,17 @@ class Frame:
         state: SlotState,
         drafter: Drafter | None,
         synthetic: float | None = None,
+        block: bool = False,
         fused: FusedDecoder | None = None,
         workspace: Workspace | None = None,
     ) -> None:
-        """fused, workspace: on a GPU, the target's pass as kernels, and the kernels' scratch."""
+        """block: block verification where drafts have a dense law. fused, workspace: on a GPU, the target's pass as
+        kernels, and the kernels' scratch."""
         self.model = model
         self.kv = kv
         self.state = state
         self.drafter = drafter
-        self.synthetic = synthetic
+        self.synthetic, self.block = synthetic, block
         self.fused, self.workspace = fused, workspace
         self.kernels = workspace is not None
         self.clears_pages = not self.kernels  # the kernels never look at masked columns
@@ -208,9 +210,9 @@ class Frame:
             state.history_SL, state.pending_SW,
         )  # fmt: skip
         record_BC: Tensor
-        if self.kernels and sampled:
+        if self.kernels and sampled and not self.block:
             record_BC = self._close_sampled(plan, rows, logits_RV, fields)
-        elif self.kernels:
+        elif self.kernels and not sampled:
             target_R = argmax_rows(logits_RV) if target_R is None else target_R
             record_BC = ops.close_greedy(
                 target_R, row_of_BW, rows_B, slot_B, *fields, state.key_S, state.child_S, self.synthetic
@@ -227,6 +229,7 @@ class Frame:
                     row_of_BW=row_of_BW, rows_B=rows_B, draft_BK=state.pending_SW[slot_B, 1:], q=q,
                 ),
                 sampled=plan.sampled, coupled=plan.coupled, rejection=plan.rejection, synthetic=self.synthetic,
+                block=self.block,
             )  # fmt: skip
             record_BC = ops.closed_round(
                 verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows_B, slot_B, *fields

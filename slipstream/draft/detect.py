@@ -23,6 +23,8 @@ GROUP = "slipstream.drafters"
 
 DRAFTERS: dict[str, str] = {
     "eagle3": "slipstream.draft.eagle3:Eagle3Drafter",
+    "dflash": "slipstream.draft.dflash:BlockDrafter",
+    "dspark": "slipstream.draft.dflash:BlockDrafter",
 }
 """Kind -> "module:Class"; a checkpoint of none of these kinds is a language model that drafts by itself."""
 
@@ -37,7 +39,8 @@ class HeadDrafter(Protocol):
     def load(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None) -> Any:
         """Its weights beside `target`; values: config.json. seed: random weights (load_format=dummy) with it.
 
-        The result has `config` (a ModelConfig: layers, KV heads and head size of its cache) and `dtype`.
+        The result has `config` (a ModelConfig: layers, KV heads and head size of its cache) and `dtype`; `max_drafts`
+        where it has a number of drafts of its own. The class may have `options`: names of draft_options that it takes.
         """
 
     def __call__(

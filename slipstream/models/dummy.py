@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,15 +13,15 @@ from slipstream.models.config import ModelConfig
 from slipstream.models.weights import DenseSource
 
 
-class DummyWeights(DenseSource):
+class DummyTensors(DenseSource):
     """`WeightSource` of random tensors: uniform with standard deviation 1/sqrt(K), norm weights 0.9 to 1.1.
 
     A value depends on (seed, tensor name, index) only, through integer arithmetic, so it is the same on
     every device and, up to rounding, in every dtype.
     """
 
-    def __init__(self, config: ModelConfig, *, seed: int, device: torch.device) -> None:
-        self._seed, self._device, self._shapes = seed, device, _shapes(config)
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, device: torch.device) -> None:
+        self._seed, self._device, self._shapes = seed, device, dict(shapes)
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -42,6 +43,13 @@ def dummy_rows(name: str, shape: tuple[int, ...], start: int, stop: int, *, seed
         return noise.mul_(0.1).add_(1.0)
     fan_in = shape[-1] if len(shape) > 1 else 100
     return noise.view(shape).mul_(math.sqrt(3.0 / fan_in))
+
+
+class DummyWeights(DummyTensors):
+    """The tensors that a model of this config has."""
+
+    def __init__(self, config: ModelConfig, *, seed: int, device: torch.device) -> None:
+        super().__init__(_shapes(config), seed=seed, device=device)
 
 
 def uniform_noise(start: int, stop: int, key: int, device: torch.device) -> Tensor:

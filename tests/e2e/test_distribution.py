@@ -18,9 +18,11 @@ from scipy.stats import chi2
 
 from slipstream import LLM, SamplingParams
 from slipstream.attention.dense import DenseCausal
+from slipstream.draft.choose import choose
 from slipstream.draft.oracle import OracleDrafter
 from slipstream.draft.standalone import StandaloneDrafter
 from slipstream.sampling.processors import process_logits
+from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.tiny import write_tiny_checkpoint
 
@@ -40,6 +42,8 @@ def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "draft": write_tiny_checkpoint(root / "d", seed=11, **small),
         "eagle3": write_eagle3(root / "e", root / "t", eagle_aux_hidden_state_layer_ids=[0]),
         "eagle3-part": write_eagle3(root / "f", root / "t", draft_vocab=3, eagle_aux_hidden_state_layer_ids=[0]),
+        "dflash": write_block_draft(root / "b", root / "t", "dflash", block_size=4, seed=2),
+        "dspark": write_block_draft(root / "s", root / "t", "dspark", block_size=3, seed=3, head="rnn"),
     }
 
 
@@ -90,37 +94,62 @@ def chi_square_p(cells: np.ndarray, law: np.ndarray) -> float:
     return float(chi2.sf(statistic, int(keep.sum()) - 1))
 
 
-def build(dirs: dict[str, Path], drafter: str, run_ahead: int) -> LLM:
+def build(dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str = "chain") -> LLM:
     draft: Any = {"none": None, "ngram": "ngram"}.get(drafter, str(dirs.get(drafter)))
     if drafter == "oracle":
         draft = lambda **kw: OracleDrafter(lambda r: [1, 3, 0, 1, 3, 2, 1, 0, 3, 1, 2, 0, 1, 1, 2], **kw)
     return LLM(
         model=str(dirs["target"]), draft=draft, run_ahead=run_ahead, max_slots=64, page_size=1, max_model_len=16,
-        draft_options={"min_n": 1, "gate": False} if drafter == "ngram" else {},
+        draft_options={"min_n": 1, "gate": False} if drafter == "ngram" else {}, verifier=verifier,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("drafter", "run_ahead", "extra"),
+    ("drafter", "run_ahead", "verifier", "extra"),
     [
-        ("none", 1, {}),
-        ("ngram", 1, {}),
-        ("oracle", 2, {"top_k": 3}),
-        ("draft", 1, {}),
-        ("draft", 2, {"top_p": 0.8, "min_p": 0.05}),
-        ("eagle3", 2, {"top_p": 0.9}),
-        ("eagle3-part", 1, {}),
+        ("none", 1, "chain", {}),
+        ("ngram", 1, "chain", {}),
+        ("oracle", 2, "chain", {"top_k": 3}),
+        ("draft", 1, "chain", {}),
+        ("draft", 2, "chain", {"top_p": 0.8, "min_p": 0.05}),
+        ("draft", 1, "block", {}),
+        ("dflash", 1, "chain", {}),
+        ("dflash", 2, "block", {"top_k": 3}),
+        ("dspark", 2, "chain", {"top_p": 0.8}),
+        ("dspark", 1, "block", {}),
+        ("eagle3", 2, "chain", {"top_p": 0.9}),
+        ("eagle3-part", 1, "chain", {}),
+        ("eagle3", 1, "block", {}),
     ],
     ids=str,
 )
-def test_law_is_the_targets(dirs: dict[str, Path], drafter: str, run_ahead: int, extra: dict[str, Any]) -> None:
+def test_law_is_the_targets(
+    dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str, extra: dict[str, Any]
+) -> None:
     params = SamplingParams(temperature=1.0, n=64, max_tokens=TOKENS, ignore_eos=True, **extra)
-    with build(dirs, drafter, run_ahead) as llm:
+    with build(dirs, drafter, run_ahead, verifier) as llm:
         cells, accepted = sample(llm, params, SAMPLES)
         p = chi_square_p(cells, exact_law(llm, params))
         llm.check_idle()
     assert drafter == "none" or accepted > SAMPLES // 4, "the test needs accepted drafts"
     assert p > ALPHA
+
+
+@pytest.mark.parametrize("verifier", ["chain", "block"])
+def test_a_wrong_block_draft_law_is_noticed(
+    dirs: dict[str, Path], verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: the same for a DSpark block, one draft after another."""
+
+    def flat(*args: Any, **kw: Any) -> Any:
+        token_B, q_BV = choose(*args, **kw)
+        return token_B, None if q_BV is None else (q_BV**0.3) / (q_BV**0.3).sum(1, keepdim=True)
+
+    monkeypatch.setattr("slipstream.draft.dflash.choose", flat)
+    params = SamplingParams(temperature=1.0, n=64, max_tokens=TOKENS, ignore_eos=True)
+    with build(dirs, "dspark", 1, verifier) as llm:
+        cells, _ = sample(llm, params, SAMPLES)
+        assert chi_square_p(cells, exact_law(llm, params)) < ALPHA
 
 
 def test_a_wrong_draft_law_is_noticed(dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 CELLS = pairwise({**FACTORS, "shapes": ("buckets", "padded", "default"), "graphs": (True, False)}, seed=11)
 POISONED = pairwise(
     {
-        "drafter": ("none", "ngram", "draft-good"), "event": ("abort", "preempt", "stop"), "run_ahead": (1, 2, 8),
+        "drafter": ("none", "ngram", "draft-good", "dspark"), "event": ("abort", "preempt", "stop"),
+        "run_ahead": (1, 2, 8),
         "sampling": ("greedy", "mixed"), "graphs": (True, False), "shapes": ("buckets", "padded"),
     },
     seed=5,

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream import LLM, SamplingParams
+from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.kit import VOCAB, perturb, tiny_model_dir
 from tests.support.reference import planted_oracle
 
 FACTORS: dict[str, Sequence[Any]] = {
-    "drafter": ("none", "ngram", "oracle", "draft-good", "draft-bad", "eagle3"),
+    "drafter": ("none", "ngram", "oracle", "draft-good", "draft-bad", "eagle3", "dflash", "dspark"),
     "sampling": ("greedy", "seeded", "mixed"),
     "batch": (1, 4, 16),
     "page_size": (1, 16),
@@ -31,13 +32,15 @@ class Reference(Protocol):
 
 
 def model_dirs(root: Path, **changes: Any) -> dict[str, Path]:
-    """A target, a draft that is often right, one that hardly ever is, and a random EAGLE-3 head."""
+    """A target, a draft that is often right, one that hardly ever is, a random EAGLE-3 head, random block drafts."""
     target = tiny_model_dir(root / "target", seed=1, **changes)
     return {
         "target": target,
         "draft-good": perturb(target, root / "good", scale=0.02),
         "draft-bad": tiny_model_dir(root / "bad", seed=9, layers=1, **changes),
         "eagle3": write_eagle3(root / "eagle3", target, draft_vocab=24),
+        "dflash": write_block_draft(root / "dflash", target, "dflash"),
+        "dspark": write_block_draft(root / "dspark", target, "dspark", head="gated"),
     }
 
 

@@ -9,7 +9,7 @@ from slipstream.audit import prove
 TARGET = "slipstream.benchmark.frame_program:build"
 
 
-@pytest.mark.parametrize("kind", ["greedy", "sampled", "library"])
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "dspark", "library"])
 def test_the_frame_is_clean(kind: str) -> None:
     proof = prove(TARGET, args=[kind])
     assert proof.exit_code == 0, proof.table()

@@ -8,7 +8,7 @@
 set -u
 cd "$(dirname "$0")/.." || exit 2
 out=${1:-memcheck.txt}
-select=${2:-"memcheck or (frame_kernels and (7-1-4 or 60-2-5)) or (rope_write and 16-9-3) or norms or greedy_verify"}
+select=${2:-"memcheck or (frame_kernels and (7-1-4 or 60-2-5)) or (rope_write and 16-9-3) or norms or (sampled and (whole_row or 5003))"}
 python=${PYTHON:-python}
 
 tool=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer || true)}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from slipstream.memory.host import keep_large_temporaries
 from slipstream.memory.kv import KVPages
 from slipstream.models.loader import LoadedModel, load_model
 from slipstream.text import Tokenizer
+
+if TYPE_CHECKING:
+    from slipstream.kernels.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,21 +85,22 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     )  # fmt: skip
     real = torch.float64 if model.dtype == torch.float64 else torch.float32
     kv = _pages(model, engine, device)
-    fused, workspace = _kernels(model, kv, device)
+    workspace = _workspace(device)
     drafter = _drafter(config, engine, draft_loaded, head, device, real, workspace) if num_drafts else None
     state = SlotState(
         max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
-        num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy),
+        num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy, *engine.prefill_tiers),
         widest_frame=max(engine.slot_buckets, default=0), max_stop_ids=engine.max_stop_ids,
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None,
     )  # fmt: skip
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,
-        block=config.verifier == "block", fused=fused,
-        workspace=workspace,
+        block=config.verifier == "block", fused=_fused(model, kv, workspace), workspace=workspace,
     )  # fmt: skip
     graphs = _graphs(config, frame, engine, device, progress)
     report = graphs.report if graphs is not None else None
+    if graphs is not None and config.prefill_chunk_busy is None:
+        engine = replace(engine, prefill_chunk_busy=min(engine.prefill_chunk, graphs.busy_rows()))
     resolved = {
         "model": config.model or "default",
         "architecture": model.config.architecture,
@@ -190,15 +194,22 @@ def _pages(model: Any, engine: EngineConfig, device: torch.device) -> KVPages:
     )  # fmt: skip
 
 
-def _kernels(model: Any, kv: KVPages, device: torch.device) -> tuple[Any, Any]:
-    """On a GPU: the target's pass as fused kernels where they fit it, and the kernels' scratch."""
+def _workspace(device: torch.device) -> Workspace | None:
+    """On a GPU: the kernels' scratch. The target's and the drafter's passes share it: they are on one stream."""
     if device.type != "cuda":
-        return None, None
+        return None
     from slipstream.kernels.workspace import Workspace
+
+    return Workspace(device)
+
+
+def _fused(model: Any, kv: KVPages, workspace: Workspace | None) -> Any:
+    """On a GPU: the target's pass as fused kernels where they fit it."""
+    if workspace is None:
+        return None
     from slipstream.models.fused import FusedDecoder
 
-    workspace = Workspace(device)
-    return (FusedDecoder(model, kv, workspace, pdl=True) if FusedDecoder.fits(model) else None), workspace
+    return FusedDecoder(model, kv, workspace, pdl=True) if FusedDecoder.fits(model) else None
 
 
 def _graphs(
@@ -208,14 +219,15 @@ def _graphs(
     device: torch.device,
     progress: Callable[[int, int], None] | None,
 ) -> Any:
-    """On a GPU: every decode frame captured, unless cuda_graphs is off. ConfigError when the budget is exceeded."""
+    """On a GPU: every frame and prefill chunk captured, unless cuda_graphs is off. ConfigError beyond the budget."""
     if device.type != "cuda" or not config.cuda_graphs:
         return None
     from slipstream.device.graphs import FrameGraphs
 
     graphs = FrameGraphs(
-        frame, buckets=engine.slot_buckets, tiers=engine.row_tiers, len_ub=engine.max_model_len + engine.num_drafts + 1
-    )
+        frame, buckets=engine.slot_buckets, tiers=engine.row_tiers, len_ub=engine.max_model_len + engine.num_drafts + 1,
+        chunks=engine.prefill_tiers, prompts=engine.prefill_prompts,
+    )  # fmt: skip
     given = {"budget_seconds": config.capture_seconds, "budget_mib": config.capture_mib}
     budget = {name: float(value) for name, value in given.items() if value is not None}
     graphs.report = graphs.capture(**budget, progress=progress)
@@ -235,7 +247,7 @@ def _drafter(
     head: Head | None,
     device: torch.device,
     real: torch.dtype,
-    workspace: Any,
+    workspace: Workspace | None,
 ) -> Drafter:
     if head is not None:
         known = getattr(head.drafter, "options", ())
@@ -254,7 +266,7 @@ def _drafter(
         if config.draft_options:
             raise ConfigError(f"a draft model takes no draft_options, got {sorted(config.draft_options)}")
         kv = _pages(draft.model, engine, device)
-        return StandaloneDrafter(draft.model, kv=kv, max_drafts=engine.num_drafts, real=real)
+        return StandaloneDrafter(draft.model, kv=kv, max_drafts=engine.num_drafts, real=real, workspace=workspace)
     if config.draft == "ngram":
         ngram = {"min_n", "max_n", "gate", "row_cost"}
         for name in config.draft_options:

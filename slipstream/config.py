@@ -13,6 +13,10 @@ from slipstream.types import MAX_DRAFTS, MAX_STOP_IDS
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 DEFAULT_DRAFTS = 3
 """Drafts per frame and slot when a drafter is named: with the bonus token four rows, before the CPU's cost cliff."""
+PREFILL_TIERS = (128, 512, 2048)
+"""Prompt rows of the captured prefill passes on a GPU."""
+PREFILL_PROMPTS = 16
+"""Prompts that one captured prefill pass can read from, and so end: each costs a row of the output head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +25,11 @@ class EngineConfig:
 
     max_slots: running requests (slot 0 is the sink, ids are 1..max_slots). num_pages: page ids 1..num_pages,
     page 0 is the sink. prefill_chunk: most prompt rows per launch while nobody decodes; prefill_chunk_busy:
-    the same while somebody does. lookahead: positions beyond the verified rows that the drafter's own KV needs.
-    rereads: positions before the end of a prefix hit that are read again, for drafters that need what the target
-    computes there.
-    row_tiers: rows per slot that a frame may have; empty means exact. max_stop_ids: stop token ids of a request,
-    those that end a sequence for the model included.
+    the same while somebody does. prefill_tiers: packed rows that a chunk may have; empty means exact.
+    prefill_prompts: most prompts that one chunk reads from, 0 means any number. lookahead: positions beyond the
+    verified rows that the drafter's own KV needs. rereads: positions before the end of a prefix hit that are read
+    again, for drafters that need what the target computes there. row_tiers: rows per slot that a frame may have;
+    empty means exact. max_stop_ids: stop token ids of a request, those that end a sequence for the model included.
     """
 
     max_slots: int = 16
@@ -38,6 +42,8 @@ class EngineConfig:
     rereads: int = 0
     prefill_chunk: int = 256
     prefill_chunk_busy: int = 32
+    prefill_tiers: tuple[int, ...] = ()
+    prefill_prompts: int = 0
     prefix_cache: bool = True
     slot_buckets: tuple[int, ...] = ()
     row_tiers: tuple[int, ...] = ()
@@ -54,6 +60,9 @@ class EngineConfig:
         _between("max_stop_ids", self.max_stop_ids, 1, 1024)
         _between("prefill_chunk", self.prefill_chunk, 1, 1 << 16)
         _between("prefill_chunk_busy", self.prefill_chunk_busy, 1, 1 << 16)
+        _between("prefill_prompts", self.prefill_prompts, 0, 4096)
+        for tier in self.prefill_tiers:
+            _between("prefill_tiers", tier, 1, 1 << 16)
         for bucket in self.slot_buckets:
             _between("slot_buckets", bucket, 1, 4096)
         for tier in self.row_tiers:
@@ -65,6 +74,12 @@ class EngineConfig:
         if self.row_tiers and max(self.row_tiers) < self.num_drafts + 1:
             raise ConfigError(
                 f"row_tiers={list(self.row_tiers)} do not reach num_drafts + 1 = {self.num_drafts + 1} rows per slot"
+            )
+        widest = max(self.prefill_chunk, self.prefill_chunk_busy)
+        if self.prefill_tiers and max(self.prefill_tiers) < widest:
+            raise ConfigError(
+                f"prefill_tiers={list(self.prefill_tiers)} do not reach prefill_chunk={widest} rows; add that size or "
+                "lower prefill_chunk"
             )
         one = -(-(self.max_model_len + self.num_drafts + 1) // self.page_size)
         if self.num_pages < one:
@@ -113,6 +128,8 @@ class LLMConfig:
     page_size: int | None = None
     num_pages: int | None = None
     prefill_chunk: int | None = None
+    prefill_chunk_busy: int | None = None
+    prefill_tiers: tuple[int, ...] = ()
     prefix_cache: bool = True
     slot_buckets: tuple[int, ...] = ()
     row_tiers: tuple[int, ...] = ()
@@ -151,6 +168,9 @@ class LLMConfig:
                 raise ConfigError(f"{name}={value!r} must be a number above 0")
         if self.num_drafts == 0 and self.draft not in (None, "none"):
             raise ConfigError(f"num_drafts=0 leaves draft={self.draft!r} nothing to do; leave one of the two out")
+        for name in ("prefill_chunk", "prefill_chunk_busy"):
+            if (rows := getattr(self, name)) is not None:
+                _between(name, rows, 1, 1 << 16)
         if self.draft is None and self.num_drafts:
             raise ConfigError(f'num_drafts={self.num_drafts} needs a draft; give draft="ngram" or a draft model')
         if self.synthetic_acceptance is not None:
@@ -236,6 +256,13 @@ def resolve_engine(
         buckets = buckets or tuple(sorted(powers | {max_slots}))
         tiers = tiers or tuple(sorted({1, num_drafts + 1}))
     chunk = user.prefill_chunk if user.prefill_chunk is not None else (256 if on_cpu else 2048)
+    busy = user.prefill_chunk_busy
+    chunk_tiers = tuple(user.prefill_tiers)
+    if not on_cpu:
+        chunk_tiers = chunk_tiers or (*PREFILL_TIERS, chunk)
+        chunk_tiers = tuple(sorted({min(t, chunk) for t in chunk_tiers}))
+        # Until chunks and frames have been timed (device/graphs.py), the smallest chunk is the careful choice.
+        busy = busy if busy is not None else chunk_tiers[0]
     return EngineConfig(
         max_slots=max_slots,
         page_size=page_size,
@@ -246,7 +273,9 @@ def resolve_engine(
         lookahead=lookahead,
         rereads=rereads,
         prefill_chunk=chunk,
-        prefill_chunk_busy=min(chunk, 32 if on_cpu else 512),
+        prefill_chunk_busy=min(chunk, busy if busy is not None else 32),
+        prefill_tiers=chunk_tiers,
+        prefill_prompts=0 if on_cpu else min(max_slots, PREFILL_PROMPTS),
         prefix_cache=user.prefix_cache,
         slot_buckets=buckets,
         row_tiers=tiers,

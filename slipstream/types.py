@@ -238,6 +238,8 @@ class FramePlan(NamedTuple):
     len_ub: upper bound on committed length + rows over the decode slots (attention width).
     reach: the same bound for each decode slot.
     first_page: per decode slot, the first page when all its pages are one ascending run, else -1.
+    prefill_rows, prefill_prompts: rows of the chunk and places for ends of prompts in it, both padded with the
+    sink; 0: no padding.
     sampled / filtered: some decode or prefill-last slot is not greedy / uses top-k, top-p or min-p.
     rejection / coupled: some slot uses that verification mode. min_tokens: some slot bans stop ids.
     """
@@ -254,6 +256,8 @@ class FramePlan(NamedTuple):
     reach: tuple[int, ...] = ()
     prefill: tuple[PrefillSpan, ...] = ()
     prefill_first_page: tuple[int, ...] = ()
+    prefill_rows: int = 0
+    prefill_prompts: int = 0
     sampled: bool = False
     filtered: bool = False
     rejection: bool = False

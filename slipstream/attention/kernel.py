@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from slipstream.kernels.attention import paged_attention
+from slipstream.kernels.prefill import prefill_attention, prefill_tiles, rows_per_tile
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
 
@@ -22,10 +23,12 @@ class KernelAttention:
         cache_slot_R: Tensor,
         workspace: Workspace,
         first_cell: int = 0,
+        per_slot: int = 1,
     ) -> None:
-        """first_cell: the first cache position that holds anything."""
+        """first_cell: the first cache position that holds anything. per_slot: how many rows a slot has, a hint."""
         self.kv, self.table_SP, self.slot_R, self.pos_R = kv, table_SP, slot_R, pos_R
-        self.cache_slot_R, self.workspace, self.first_cell = cache_slot_R, workspace, first_cell
+        self.cache_slot_R, self.workspace = cache_slot_R, workspace
+        self.first_cell, self.per_slot = first_cell, per_slot
 
     def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
         flat_k, flat_v = self.kv.flat[layer]
@@ -35,6 +38,41 @@ class KernelAttention:
         out_RND: Tensor = paged_attention(
             q_RND.contiguous(), k_PSKD, v_PSKD, self.table_SP, self.slot_R, self.pos_R, None,
             q_RND.shape[-1] ** -0.5, self.workspace.partial, self.workspace.counters,
-            first_cell=self.first_cell,
+            per_slot=self.per_slot, first_cell=self.first_cell,
+        )  # fmt: skip
+        return out_RND
+
+
+class ChunkAttention:
+    """AttentionContext for a chunk of prompt rows, padding at slot 0: as KernelAttention, for many rows.
+
+    The rows of a slot are neighbours in order of position. Built once per pass: it lays the rows out in tiles.
+    """
+
+    def __init__(
+        self,
+        kv: KVPages,
+        *,
+        table_SP: Tensor,
+        slot_R: Tensor,
+        pos_R: Tensor,
+        cache_slot_R: Tensor,
+        heads_per_kv: int,
+    ) -> None:
+        self.kv, self.table_SP, self.slot_R, self.pos_R = kv, table_SP, slot_R, pos_R
+        self.cache_slot_R = cache_slot_R
+        dim, itemsize = kv.data.shape[-1], kv.data.element_size()
+        self.tile_T = prefill_tiles(
+            slot_R, rows_per_tile(slot_R.shape[0], heads_per_kv, dim, itemsize), table_SP.shape[0]
+        )
+
+    def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
+        flat_k, flat_v = self.kv.flat[layer]
+        flat_k.index_copy_(0, self.cache_slot_R, k_RKD)
+        flat_v.index_copy_(0, self.cache_slot_R, v_RKD)
+        k_PSKD, v_PSKD = self.kv.paged[layer]
+        out_RND: Tensor = prefill_attention(
+            q_RND.contiguous(), k_PSKD, v_PSKD, self.table_SP, self.slot_R, self.pos_R, self.tile_T,
+            q_RND.shape[-1] ** -0.5,
         )  # fmt: skip
         return out_RND

@@ -191,3 +191,30 @@ class PrefillAttention:
             out.append(attention.attend(layer, *(x.narrow(0, at, rows) for x in (q_RND, k_RKD, v_RKD))))
             at += rows
         return torch.cat(out)
+
+
+def span_attention(
+    kv: KVPages,
+    spans: Sequence[tuple[int, int, int, int]],
+    *,
+    pos_R: Tensor,
+    cache_slot_R: Tensor,
+    table_SP: Tensor,
+    heads_per_kv: int,
+) -> PrefillAttention:
+    """Attention of packed prompt rows [R] whose spans (slot, start, length, first_page) the host knows."""
+    parts, at = [], 0
+    for slot, start, length, first_page in spans:
+        attention = PagedAttention(
+            kv,
+            grid=RowGrid(pos_BW=pos_R[at : at + length].view(1, -1)),
+            cache_slot_R=cache_slot_R[at : at + length],
+            table_BP=table_SP[slot : slot + 1],
+            len_ub=start + length,
+            heads_per_kv=heads_per_kv,
+            mask_dtype=kv.data.dtype,
+            first_page=(first_page,),
+        )
+        parts.append((length, attention))
+        at += length
+    return PrefillAttention(parts)

@@ -22,6 +22,7 @@ from slipstream.draft.block_model import BlockModel, block_shapes
 from slipstream.draft.dflash import BlockDrafter
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
+from slipstream.draft.standalone import StandaloneDrafter
 from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
@@ -39,6 +40,9 @@ CONFIG = {
     "intermediate_size": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }  # fmt: skip
+
+CHUNK = 512
+"""Rows of the prefill chunk, most of them padding."""
 
 KERNELS = (
     "slipstream::norm_prepare",
@@ -68,12 +72,15 @@ LIBRARY_KERNELS = (
 )
 """In a frame of so many rows that the library multiplies."""
 
+PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention", "slipstream::pack_rows")
+"""Where the fused pass does not fit the model."""
+
 
 def build(kind: str = "greedy", plant: str = "") -> Program:
     """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
 
-    kind: greedy, sampled, dspark (sampled, with a block drafter instead of n-gram), or library: greedy with the kernels
-    that stand between library products. plant:
+    kind: greedy; sampled; dspark: sampled, with a block drafter instead of n-gram; library: greedy with the kernels
+    that stand between library products; or model: sampled, with drafts by a model, and the plain pass for both. plant:
     "module:function" that puts a known fault back into a production function, to see that the proof turns red
     (tests/unit/test_frame_proof.py).
     """
@@ -87,25 +94,24 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         num_layers=config.num_layers, num_pages=engine.num_pages, page_size=page, num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
-    workspace = Workspace(device)
+    workspace, sampled = Workspace(device), kind in ("sampled", "dspark", "model")
     drafter: Drafter = NgramDrafter(slots=slots, max_drafts=drafts, device=device)
     if kind == "dspark":
         drafter = _block_drafter(model, engine, workspace)
+    if kind == "model":
+        drafter = StandaloneDrafter(model, kv=kv, max_drafts=drafts, workspace=workspace)
     state = SlotState(
         max_slots=slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot, num_drafts=drafts,
-        chunk_rows=engine.prefill_chunk, device=device, draft_vocab=drafter.draft_vocab,
+        chunk_rows=CHUNK, device=device, draft_vocab=drafter.draft_vocab,
     )  # fmt: skip
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
-    frame = Frame(
-        model=model, kv=kv, state=state, drafter=drafter,
-        fused=FusedDecoder(model, kv, workspace, config=cut), workspace=workspace,
-    )  # fmt: skip
+    fused = None if kind == "model" else FusedDecoder(model, kv, workspace, config=cut)
+    frame = Frame(model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace)
     if plant:
         module, _, name = plant.partition(":")
         getattr(importlib.import_module(module), name)()
     control = ControlWriter(state.offset, state.shapes, num_drafts=drafts)
     ring = UploadRing(state.arena, slots=3, capacity=state.arena.numel())
-    sampled = kind in ("sampled", "dspark")
     plans = [_plan(i, slots, sampled) for i in range(2)]
     turn = iter(range(1 << 30))
 
@@ -114,10 +120,9 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         with torch.inference_mode():
             ring.send(control.pairs(plan))
             frame.decode(plan, state.decode_B[: len(plan.decode)])
-            last = sum(s.last for s in plan.prefill)
-            assert frame.prefill(plan, plan.prefill, last) is not None
+            assert frame.prefill(plan, last=True) is not None
 
-    kernels: tuple[str, ...] = LIBRARY_KERNELS if kind == "library" else KERNELS
+    kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS}.get(kind, KERNELS)
     if kind == "dspark":
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
@@ -152,5 +157,5 @@ def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:
         admits=(Admit(slot=slot, generation=seq + 1, request=request, tokens=(1, 2, 3, 4), start=0, pages=(9,)),),
         pages=(PageAppend(slot=1, first=1, pages=(20 + seq,)),), decode=(1, 2, 3, 4), rows=16, width=4, len_ub=128,
         first_page=(-1,) * 4, prefill=(PrefillSpan(slot=slot, start=0, length=4, last=True),), prefill_first_page=(-1,),
-        sampled=sampled, filtered=sampled, rejection=sampled, coupled=sampled,
+        prefill_rows=CHUNK, prefill_prompts=2, sampled=sampled, filtered=sampled, rejection=sampled, coupled=sampled,
     )  # fmt: skip

@@ -93,15 +93,20 @@ class ControlWriter:
         self._put("table", a.slot, (*a.pages, *(0,) * (self.stride["table"] - len(a.pages))))
 
     def _prefill(self, plan: FramePlan) -> None:
+        """Rows of the chunk and the ends of prompts among them, padded with the sink's row 0."""
         spans = plan.prefill
         lengths = [s.length for s in spans]
-        self._put("chunk_slot", 0, np.repeat([s.slot for s in spans], lengths))
-        self._put("chunk_pos", 0, np.concatenate([np.arange(s.start, s.start + s.length) for s in spans]))
         ends = np.cumsum(lengths) - 1
+        slots_np = np.repeat([s.slot for s in spans], lengths)
+        positions_np = np.concatenate([np.arange(s.start, s.start + s.length) for s in spans])
+        spare = max(0, plan.prefill_rows - len(slots_np))
+        self._put("chunk_slot", 0, np.pad(slots_np, (0, spare)))
+        self._put("chunk_pos", 0, np.pad(positions_np, (0, spare)))
         last = [i for i, s in enumerate(spans) if s.last]
         if last:
-            self._put("last_row", 0, ends[last])
-            self._put("last_slot", 0, [spans[i].slot for i in last])
+            spare = max(0, plan.prefill_prompts - len(last))
+            self._put("last_row", 0, np.pad(ends[last], (0, spare)))
+            self._put("last_slot", 0, np.pad([spans[i].slot for i in last], (0, spare)))
             # The rows of this chunk sample their first token at its end: the slots decode from then on.
             for i in last:
                 self._put("active", spans[i].slot, (1,))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.attention.paged import PagedAttention, PrefillAttention, RowGrid, cache_slots
+from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
 from slipstream.attention.protocol import AttentionContext
 from slipstream.device.state import SlotState
 from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView, TargetRows
@@ -22,7 +22,7 @@ from slipstream.kernels.sample import argmax_rows, race_rows, row_threshold
 from slipstream.memory.kv import KVPages
 from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
-from slipstream.types import FramePlan, PrefillSpan
+from slipstream.types import FramePlan
 from slipstream.verify import DenseQ, OneHot, VerifyRows, verify
 
 if TYPE_CHECKING:
@@ -139,56 +139,66 @@ class Frame:
             hidden_RH=hidden_RH if self.reads_hidden else None,
         )  # fmt: skip
 
-    def prefill(self, plan: FramePlan, spans: Sequence[PrefillSpan], num_last: int) -> Tensor | None:
-        """Run prompt rows; the num_last spans with `last` sample their first token and start to decode."""
-        state, device = self.state, self.state.device
-        total = sum(s.length for s in spans)
-        slot_R, pos_R = state.chunk_slot_R[:total], state.chunk_pos_R[:total]
-        row_B, last_B = state.last_row_B[:num_last], state.last_slot_B[:num_last]
+    def prefill(self, plan: FramePlan, *, last: bool) -> Tensor | None:
+        """Read a chunk of prompt rows; the prompts that end in it sample their first token and start to decode.
+
+        last: some prompt may end in it. The record then has a row for each, in order of the spans, and on a GPU
+        padding up to plan.prefill_prompts; otherwise there is none.
+        """
+        state = self.state
+        rows = (self.kernels and plan.prefill_rows) or sum(s.length for s in plan.prefill)
+        places = ((self.kernels and plan.prefill_prompts) or sum(s.last for s in plan.prefill)) if last else 0
+        slot_R, pos_R = state.chunk_slot_R[:rows], state.chunk_pos_R[:rows]
+        row_B, last_B = state.last_row_B[:places], state.last_slot_B[:places]
         token_R = state.history_SL[slot_R, pos_R]
         cache_slot_R = cache_slots(state.table_SP, slot_R, pos_R, self.kv.page_size)
-        attentions, at = [], 0
-        for span, first_page in zip(spans, plan.prefill_first_page, strict=True):
-            end = at + span.length
-            attention = PagedAttention(
-                self.kv,
-                grid=RowGrid(pos_BW=pos_R[at:end].view(1, -1)),
-                cache_slot_R=cache_slot_R[at:end],
-                table_BP=state.table_SP[span.slot : span.slot + 1],
-                len_ub=span.start + span.length,
-                heads_per_kv=self.heads_per_kv,
-                mask_dtype=self.kv.data.dtype,
-                first_page=(first_page,) if self.clears_pages else (),
-                clean=not self.clears_pages,
-            )
-            attentions.append((span.length, attention))
-            at = end
-        hidden_RH, taps = self.model.forward(token_R, pos_R, PrefillAttention(attentions), self.taps)
+        hidden_RH, taps = self._read(plan, token_R, slot_R, pos_R, cache_slot_R)
         if self.drafter is not None:
-            packed = [(s.slot, s.start, s.length, f) for s, f in zip(spans, plan.prefill_first_page, strict=True)]
             self.drafter.prefill(
                 PrefillView(
                     slot_R=slot_R, pos_R=pos_R, token_R=token_R, cache_slot_R=cache_slot_R, table_SP=state.table_SP,
-                    history_SL=state.history_SL, last_row_B=row_B, last_slot_B=last_B, spans=packed, taps=tuple(taps),
+                    history_SL=state.history_SL, last_row_B=row_B, last_slot_B=last_B,
+                    spans=[] if self.kernels else _spans(plan), taps=tuple(taps),
                     hidden_RH=hidden_RH if self.reads_hidden else None,
                 )
             )  # fmt: skip
-        if num_last == 0:
+        if not places:
             return None
         hidden_BH = hidden_RH[row_B]
-        logits_BV = self.model.logits(hidden_BH)
-        index_B = torch.arange(last_B.shape[0], device=device)
-        last = TargetRows(
+        index_B = torch.arange(places, device=state.device)
+        ends = TargetRows(
             slot_R=last_B, pos_R=pos_R[row_B], token_R=token_R[row_B], owner_R=index_B, slot_B=last_B,
-            rows_B=torch.ones_like(last_B), row_of_BW=index_B[:, None], taps=tuple(tap_RH[row_B] for tap_RH in taps),
+            rows_B=state.active_S[last_B], row_of_BW=index_B[:, None], taps=tuple(tap_RH[row_B] for tap_RH in taps),
             hidden_RH=hidden_BH if self.reads_hidden else None,
         )  # fmt: skip
+        ending = [x for x in zip(plan.prefill, plan.prefill_first_page, strict=True) if x[0].last]
         return self._finish(
-            plan, last, logits_BV, None,
-            fresh=True,
-            len_ub=max(s.start + s.length for s in spans if s.last) + 1,
-            first_page=tuple(f for s, f in zip(spans, plan.prefill_first_page, strict=True) if s.last),
+            plan, ends, self.model.logits(hidden_BH), None, fresh=True, first_page=[f for _, f in ending],
+            len_ub=state.history_SL.shape[1] if self.kernels else max(s.start + s.length for s, _ in ending) + 1,
         )  # fmt: skip
+
+    def _read(
+        self, plan: FramePlan, token_R: Tensor, slot_R: Tensor, pos_R: Tensor, cache_slot_R: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Hidden states [R, H] of a chunk and what the drafter taps, by whichever pass takes that many rows."""
+        table_SP = self.state.table_SP
+        if self.fused is not None and token_R.shape[0] <= self.fused.max_rows:
+            return self.fused.forward(token_R, slot_R, pos_R, table_SP, taps=self.taps)
+        attention: AttentionContext
+        if self.kernels:
+            from slipstream.attention.kernel import ChunkAttention
+
+            attention = ChunkAttention(
+                self.kv, table_SP=table_SP, slot_R=slot_R, pos_R=pos_R, cache_slot_R=cache_slot_R,
+                heads_per_kv=self.heads_per_kv,
+            )  # fmt: skip
+        else:
+            attention = span_attention(
+                self.kv, _spans(plan), pos_R=pos_R, cache_slot_R=cache_slot_R, table_SP=table_SP,
+                heads_per_kv=self.heads_per_kv,
+            )  # fmt: skip
+        hidden_RH, taps = self.model.forward(token_R, pos_R, attention, self.taps)
+        return hidden_RH, taps
 
     def _finish(
         self,
@@ -301,3 +311,8 @@ class Frame:
         if drafts.q_BKV is not None and state.draft_q is not None:
             state.draft_q[slot_B, :k] = drafts.q_BKV
         return count_B
+
+
+def _spans(plan: FramePlan) -> list[tuple[int, int, int, int]]:
+    """(slot, start, length, first_page) of the chunk's spans."""
+    return [(s.slot, s.start, s.length, f) for s, f in zip(plan.prefill, plan.prefill_first_page, strict=True)]

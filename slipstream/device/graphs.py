@@ -1,4 +1,7 @@
-"""Decode frames as CUDA graphs: one per (slot bucket, row tier) and kind of work, in one memory pool."""
+"""Frames and prefill chunks as CUDA graphs, in one memory pool.
+
+One graph per (slot bucket, row tier) and kind of work for decoding, one per row tier and kind of work for prompts.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,24 @@ from slipstream.device.precision import IeeeProducts
 from slipstream.errors import ConfigError
 from slipstream.types import FramePlan
 
+BUSY_FRAMES = 2.0
+"""Frames' time that a prefill chunk may take while somebody decodes."""
+
 
 class Shape(NamedTuple):
     """What a captured frame is fixed to. full: every sampling stage is in; else greedy work only."""
 
     slots: int
     width: int
+    full: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """What a captured prefill pass is fixed to: its packed rows; whether a prompt may end in it; full as in Shape."""
+
+    rows: int
+    last: bool
     full: bool
 
 
@@ -34,17 +49,32 @@ class CaptureReport:
 
 
 class FrameGraphs:
-    """Captures every shape at start-up; `run` replays the one that a plan asks for and returns its record.
+    """Captures every shape at start-up; `run` and `prefill` replay the one that a plan asks for.
 
-    A frame reads the decode list, the page table and all slot state from fixed memory, so a graph has no inputs
-    to copy. Shapes beyond the buckets cannot be asked for: the scheduler pads to them.
+    A pass reads the plan's lists, the page table and all slot state from fixed memory, so a graph has no inputs to
+    copy. Shapes beyond the buckets cannot be asked for: the scheduler pads to them.
     """
 
-    def __init__(self, frame: Frame, *, buckets: tuple[int, ...], tiers: tuple[int, ...], len_ub: int) -> None:
+    def __init__(
+        self,
+        frame: Frame,
+        *,
+        buckets: tuple[int, ...],
+        tiers: tuple[int, ...],
+        len_ub: int,
+        chunks: tuple[int, ...] = (),
+        prompts: int = 1,
+    ) -> None:
+        """buckets, tiers: slots and rows per slot of frames; chunks: rows of prefill passes; prompts: ends in one."""
         self.frame = frame
         self.len_ub = len_ub
-        self.shapes = [Shape(slots=b, width=t, full=full) for full in (False, True) for b in buckets for t in tiers]
-        self.graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.prompts = prompts
+        self.shapes: list[Shape | Chunk] = [
+            Shape(slots=b, width=t, full=full) for full in (False, True) for b in buckets for t in tiers
+        ]
+        kinds = ((False, False), (True, False), (True, True))
+        self.shapes += [Chunk(rows=r, last=last, full=full) for last, full in kinds for r in chunks]
+        self.graphs: dict[Shape | Chunk, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.report: CaptureReport | None = None
 
@@ -60,15 +90,15 @@ class FrameGraphs:
         Raises ConfigError with the numbers when the budget in seconds or MiB is exceeded.
         """
         began, before = time.perf_counter(), torch.cuda.memory_reserved()
-        order = sorted(self.shapes, key=lambda s: (-s.slots * s.width, s.full))
+        order = sorted(self.shapes, key=lambda s: (-_rows(s), s.full))
         for i, shape in enumerate(order):
             self.graphs[shape] = self._capture(shape)
             seconds = time.perf_counter() - began
             mib = (torch.cuda.memory_reserved() - before) / 2**20
             if seconds > budget_seconds or mib > budget_mib:
                 raise ConfigError(
-                    f"capturing {i + 1} of {len(order)} frame graphs took {seconds:.0f} s and {mib:.0f} MiB; "
-                    f"the budget is {budget_seconds:.0f} s, {budget_mib:.0f} MiB: use fewer slot_buckets or row_tiers"
+                    f"capturing {i + 1} of {len(order)} graphs took {seconds:.0f} s and {mib:.0f} MiB; the budget is "
+                    f"{budget_seconds:.0f} s, {budget_mib:.0f} MiB: use fewer slot_buckets, row_tiers or prefill_tiers"
                 )
             if progress is not None:
                 progress(i + 1, len(order))
@@ -79,37 +109,86 @@ class FrameGraphs:
             mib=(torch.cuda.memory_reserved() - before) / 2**20,
         )
 
-    def plan_for(self, shape: Shape) -> FramePlan:
+    def busy_rows(self, frames: float = BUSY_FRAMES) -> int | None:
+        """Rows of the largest chunk that takes no longer than `frames` of the fastest frame; None without chunks.
+
+        Both are timed by replaying the captured graphs over the sink, after `capture`. The fastest frame, one slot
+        with the fewest rows, is the strictest unit: a chunk that is short beside it is short beside every other. The
+        smallest chunk if even that takes longer: prompts have to be read.
+        """
+        chunks = sorted({s.rows for s in self.shapes if isinstance(s, Chunk)})
+        if not chunks:
+            return None
+        unit = self.seconds(min((s for s in self.shapes if isinstance(s, Shape)), key=lambda s: (s.full, _rows(s))))
+        within = [r for r in chunks if self.seconds(Chunk(rows=r, last=True, full=False)) <= frames * unit]
+        return max(within, default=chunks[0])
+
+    def seconds(self, shape: Shape | Chunk, replays: int = 10) -> float:
+        """Device time of one replay, the median of some. At start-up only, while all lists name the sink: it waits."""
+        graph, _ = self.graphs[shape]
+        graph.replay()
+        times = []
+        for _ in range(replays):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        return float(sorted(times)[len(times) // 2])
+
+    def plan_for(self, shape: Shape | Chunk) -> FramePlan:
         """A plan of that shape whose slots are all the sink."""
+        full = shape.full
+        if isinstance(shape, Chunk):
+            return FramePlan(
+                seq=-1, prefill_rows=shape.rows, prefill_prompts=self.prompts, sampled=full, filtered=full,
+                rejection=full, coupled=full, min_tokens=full,
+            )  # fmt: skip
         return FramePlan(
             seq=-1, decode=(0,) * shape.slots, rows=shape.slots * shape.width, width=shape.width, len_ub=self.len_ub,
-            first_page=(-1,) * shape.slots, sampled=shape.full, filtered=shape.full, rejection=shape.full,
-            coupled=shape.full, min_tokens=shape.full,
+            first_page=(-1,) * shape.slots, sampled=full, filtered=full, rejection=full, coupled=full, min_tokens=full,
         )  # fmt: skip
 
-    def _capture(self, shape: Shape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def _once(self, shape: Shape | Chunk) -> Tensor | None:
         plan = self.plan_for(shape)
-        slot_B = self.frame.state.decode_B[: shape.slots]
+        if isinstance(shape, Chunk):
+            return self.frame.prefill(plan, last=shape.last)
+        return self.frame.decode(plan, self.frame.state.decode_B[: shape.slots])
+
+    def _capture(self, shape: Shape | Chunk) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), IeeeProducts(wanted=self.frame.model.dtype == torch.float32):
             with torch.cuda.stream(stream):
-                self.frame.decode(plan, slot_B)  # compiles kernels and fills the allocator's caches
+                self._once(shape)  # compiles kernels and fills the allocator's caches
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool):
-                record = self.frame.decode(plan, slot_B)
+                record = self._once(shape)
         return graph, record
 
     def run(self, plan: FramePlan) -> Tensor:
-        """Replay; the record stays valid until the same shape runs again."""
-        shape = Shape(len(plan.decode), plan.width, plan.sampled or plan.min_tokens)
+        """Replay a decode frame; its record stays valid until the same shape runs again."""
+        record = self._replay(Shape(len(plan.decode), plan.width, plan.sampled or plan.min_tokens))
+        assert record is not None
+        return record
+
+    def prefill(self, plan: FramePlan, *, last: bool) -> Tensor | None:
+        """Replay a prefill chunk; the record as `Frame.prefill` gives it, valid as that of `run`."""
+        full = last and (plan.sampled or plan.min_tokens)
+        return self._replay(Chunk(rows=plan.prefill_rows, last=last, full=full))
+
+    def _replay(self, shape: Shape | Chunk) -> Tensor | None:
         found = self.graphs.get(shape)
         if found is None:
-            raise ConfigError(
-                f"no frame graph for {shape.slots} slots of {shape.width} rows; captured: "
-                f"{sorted({(s.slots, s.width) for s in self.graphs})}"
-            )
+            have = sorted({(s.slots, s.width) for s in self.graphs if isinstance(s, Shape)})
+            chunks = sorted({s.rows for s in self.graphs if isinstance(s, Chunk)})
+            raise ConfigError(f"no graph for {shape}; captured: slots x rows {have}, prefill rows {chunks}")
         graph, record = found
         graph.replay()
         return record
+
+
+def _rows(shape: Shape | Chunk) -> int:
+    return shape.rows if isinstance(shape, Chunk) else shape.slots * shape.width

@@ -34,7 +34,7 @@ class _Launched(NamedTuple):
 
 
 class Device:
-    """Owns the rings; runs decode frames from captured graphs when it is given some, else eagerly."""
+    """Owns the rings; runs frames and prefill chunks from captured graphs when it is given some, else eagerly."""
 
     def __init__(self, frame: Frame, *, run_ahead: int, graphs: FrameGraphs | None = None) -> None:
         self.frame = frame
@@ -74,9 +74,10 @@ class Device:
                 records.append(frame.decode(plan, state.decode_B[: len(plan.decode)]))
         if plan.prefill:
             last = tuple(s.slot for s in plan.prefill if s.last)
-            record = frame.prefill(plan, plan.prefill, len(last))
+            run = frame.prefill if self.graphs is None else self.graphs.prefill
+            record = run(plan, last=bool(last))
             if record is not None:
-                records.append(record)
+                records.append(record[: len(last)])
                 slots += last
         packed = records[0] if len(records) == 1 else _joined(records) if records else state.arena[:0]
         columns = packed.shape[1] if records else RECORD_COLUMNS

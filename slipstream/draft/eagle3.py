@@ -89,7 +89,8 @@ class Eagle3Drafter:
                 at = end
             attention = PrefillAttention(spans)
         else:
-            attention = self._kernel(view.table_SP, view.slot_R, cell_R, cache_slot_R)
+            # Chunks have many rows: split over the keys they would need more scratch than there is.
+            attention = self._kernel(view.table_SP, view.slot_R, cell_R, cache_slot_R, per_slot=cell_R.shape[0])
         self.model.forward(token_R, self.model.fuse(view.taps), view.pos_R, self.rotary, attention)
 
     def extend(self, view: DraftView) -> FirstDraft:
@@ -160,11 +161,13 @@ class Eagle3Drafter:
             first_cell=FIRST_CELL,
         )  # fmt: skip
 
-    def _kernel(self, table_SP: Tensor, slot_R: Tensor, cell_R: Tensor, cache_slot_R: Tensor) -> AttentionContext:
+    def _kernel(
+        self, table_SP: Tensor, slot_R: Tensor, cell_R: Tensor, cache_slot_R: Tensor, per_slot: int = 1
+    ) -> AttentionContext:
         from slipstream.attention.kernel import KernelAttention
 
         assert self.workspace is not None
         return KernelAttention(
             self.kv, table_SP=table_SP, slot_R=slot_R, pos_R=cell_R, cache_slot_R=cache_slot_R,
-            workspace=self.workspace, first_cell=FIRST_CELL,
+            workspace=self.workspace, first_cell=FIRST_CELL, per_slot=per_slot,
         )  # fmt: skip

@@ -7,16 +7,20 @@ that is already there gives the same numbers. Source: Leviathan et al. 2023 (arX
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from slipstream.attention.paged import PagedAttention, PrefillAttention, RowGrid, cache_slots
+from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
+from slipstream.attention.protocol import AttentionContext
 from slipstream.draft.choose import choose
 from slipstream.draft.protocol import Drafts, DraftView, FirstDraft, PrefillView
 from slipstream.memory.kv import KVPages
 from slipstream.types import Admit
+
+if TYPE_CHECKING:
+    from slipstream.kernels.workspace import Workspace
 
 
 class StandaloneDrafter:
@@ -26,8 +30,18 @@ class StandaloneDrafter:
     taps: tuple[int, ...] = ()
     reads_hidden, rereads, lookahead = False, 0, True
 
-    def __init__(self, model: Any, *, kv: KVPages, max_drafts: int, real: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        kv: KVPages,
+        max_drafts: int,
+        real: torch.dtype = torch.float32,
+        workspace: Workspace | None = None,
+    ) -> None:
+        """workspace: on a GPU, the kernels' scratch; attention then reads all lengths from tensors."""
         self.model = model
+        self.workspace = workspace
         self.kv = kv
         self.max_drafts = max_drafts
         self.real = real
@@ -45,18 +59,20 @@ class StandaloneDrafter:
         return self.max_drafts * int(self.model.weight_bytes())
 
     def prefill(self, view: PrefillView) -> None:
-        spans, at = [], 0
-        for slot, start, length, first_page in view.spans:
-            attention = self._attention(
-                view.pos_R[at : at + length].view(1, length),
-                view.cache_slot_R[at : at + length],
-                view.table_SP[slot : slot + 1],
-                start + length,
-                (first_page,),
-            )
-            spans.append((length, attention))
-            at += length
-        self.model.forward(view.token_R, view.pos_R, PrefillAttention(spans))
+        attention: AttentionContext
+        if self.workspace is not None:
+            from slipstream.attention.kernel import ChunkAttention
+
+            attention = ChunkAttention(
+                self.kv, table_SP=view.table_SP, slot_R=view.slot_R, pos_R=view.pos_R, cache_slot_R=view.cache_slot_R,
+                heads_per_kv=self.heads_per_kv,
+            )  # fmt: skip
+        else:
+            attention = span_attention(
+                self.kv, view.spans, pos_R=view.pos_R, cache_slot_R=view.cache_slot_R, table_SP=view.table_SP,
+                heads_per_kv=self.heads_per_kv,
+            )  # fmt: skip
+        self.model.forward(view.token_R, view.pos_R, attention)
 
     def extend(self, view: DraftView) -> FirstDraft:
         slots = view.slot_B.shape[0]
@@ -86,29 +102,23 @@ class StandaloneDrafter:
         """One forward over W rows of every slot; dead slots write to the sink."""
         slot_R = view.slot_B[:, None].expand_as(pos_BW).reshape(-1)
         pos_R = torch.where(slot_R > 0, pos_BW.reshape(-1), 0)
-        attention = self._attention(
-            pos_R.view_as(pos_BW),
-            cache_slots(view.table_SP, slot_R, pos_R, self.kv.page_size),
-            view.table_SP[view.slot_B],
-            min(len_ub, view.table_SP.shape[1] * self.kv.page_size),
-            (),
-        )
+        cache_slot_R = cache_slots(view.table_SP, slot_R, pos_R, self.kv.page_size)
+        attention: AttentionContext
+        if self.workspace is not None:
+            from slipstream.attention.kernel import KernelAttention
+
+            attention = KernelAttention(
+                self.kv, table_SP=view.table_SP, slot_R=slot_R, pos_R=pos_R, cache_slot_R=cache_slot_R,
+                workspace=self.workspace,
+            )  # fmt: skip
+        else:
+            attention = PagedAttention(
+                self.kv, grid=RowGrid(pos_BW=pos_R.view_as(pos_BW)), cache_slot_R=cache_slot_R,
+                table_BP=view.table_SP[view.slot_B], heads_per_kv=self.heads_per_kv, mask_dtype=self.kv.data.dtype,
+                len_ub=min(len_ub, view.table_SP.shape[1] * self.kv.page_size),
+            )  # fmt: skip
         hidden_RH, _ = self.model.forward(token_BW.reshape(-1), pos_R, attention)
         return hidden_RH  # type: ignore[no-any-return]
-
-    def _attention(
-        self, pos_BW: Tensor, cache_slot_R: Tensor, table_BP: Tensor, len_ub: int, first_page: tuple[int, ...]
-    ) -> PagedAttention:
-        return PagedAttention(
-            self.kv,
-            grid=RowGrid(pos_BW=pos_BW),
-            cache_slot_R=cache_slot_R,
-            table_BP=table_BP,
-            len_ub=len_ub,
-            heads_per_kv=self.heads_per_kv,
-            mask_dtype=self.kv.data.dtype,
-            first_page=first_page,
-        )
 
     def _choose(self, logits_BV: Tensor, view: DraftView, step: int) -> tuple[Tensor, Tensor | None]:
         """Draft `step` of every slot, and q [B, V] when some slot is judged by rejection."""

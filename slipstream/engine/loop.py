@@ -8,9 +8,9 @@ Truth about running requests lives on the device; the host keeps plans and upper
   collect   reads the *oldest* result, and only when `run_ahead` launches are queued (or nothing is left to
             launch), so the device always has work while the host looks at older results.
 
-With run_ahead D the host therefore plans frame t knowing the records up to t-D. Whatever happened since is
-covered by bounds: pages for the most tokens the queued frames can emit (scheduler.py), release of pages only
-after the last launch that names their slot (ledger.py), generation numbers in the records (collect.py).
+With run_ahead D (at most 2 while requests wait) the host plans frame t knowing the records up to t-D. What
+happened since is covered by bounds: pages for the most tokens the queued frames can emit (scheduler.py), release of
+pages only after the last launch that names their slot (ledger.py), generation numbers in records (collect.py).
 
 The caller of a request with `needs_ack` answers each event with `ack` (these tokens are returned to the user)
 or `cut` (a stop string was found: the request ends there). Every request gets exactly one event with a finish
@@ -116,11 +116,11 @@ class EngineCore:
         events = self._receive()
         try:
             began = perf_counter_ns()
-            plan = self.scheduler.plan(self._next) if self._in_flight < self.config.run_ahead else None
+            plan = self.scheduler.plan(self._next) if self._in_flight < self.scheduler.run_ahead else None
             if plan is not None:
                 self._launch(plan, began)
             # Ends are handed out at once: blocking on a frame now would hold them back.
-            if self._in_flight and not events and (plan is None or self._in_flight == self.config.run_ahead):
+            if self._in_flight and not events and (plan is None or self._in_flight >= self.scheduler.run_ahead):
                 events = self._collect()
         except BaseException as fault:
             self._fault = fault  # the plans and the device no longer agree: nothing can go on from here

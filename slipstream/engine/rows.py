@@ -1,4 +1,4 @@
-"""How many rows a decode frame verifies, chosen from collected records only."""
+"""How many rows a launch has: those that a decode frame verifies, from collected records only; those of a chunk."""
 
 from __future__ import annotations
 
@@ -25,3 +25,8 @@ def choose_rows(wanted: list[int], config: EngineConfig, cap: int | None = None)
         return bucket * tier, tier
     width = max(wanted) if cap is None else min(max(wanted), cap)
     return sum(min(w, width) for w in wanted) + bucket - len(wanted), width
+
+
+def chunk_rows(n: int, config: EngineConfig) -> int:
+    """Rows of a prefill chunk for n prompt rows: the smallest tier that holds them, n itself without tiers."""
+    return min((t for t in config.prefill_tiers if t >= n), default=n) if n else 0

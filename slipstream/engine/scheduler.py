@@ -13,11 +13,14 @@ from slipstream.config import EngineConfig
 from slipstream.engine.admission import check_request
 from slipstream.engine.ledger import Ledger
 from slipstream.engine.pages import pages_for
-from slipstream.engine.rows import choose_rows, slot_bucket
+from slipstream.engine.rows import choose_rows, chunk_rows, slot_bucket
 from slipstream.engine.sequence import Key, Sequence, State
 from slipstream.errors import InvalidRequestError
 from slipstream.metrics import Metrics
 from slipstream.types import Admit, Drop, FramePlan, PageAppend, PrefillSpan, Request, VerifyMode
+
+WAITING_RUN_AHEAD = 2
+"""Run-ahead while requests wait: one launch runs, one is queued behind it, so the device still has no gap."""
 
 
 class _Flags(NamedTuple):
@@ -130,6 +133,11 @@ class Scheduler:
 
     # -- planning ------------------------------------------------------------------------------
 
+    @property
+    def run_ahead(self) -> int:
+        """Launches that may be queued now. Few while requests wait: then what frees a slot or pages is known soon."""
+        return min(self.config.run_ahead, WAITING_RUN_AHEAD) if self.waiting else self.config.run_ahead
+
     def plan(self, seq: int) -> FramePlan | None:
         """The plan of launch `seq`, or None when there is nothing to run."""
         self._preempt()
@@ -163,6 +171,8 @@ class Scheduler:
             first_page=self._first_page,
             prefill=tuple(span for _, span in spans),
             prefill_first_page=tuple(self.ledger.pool.first_page(s.slot) for s, _ in spans),
+            prefill_rows=chunk_rows(sum(span.length for _, span in spans), self.config),
+            prefill_prompts=self.config.prefill_prompts,
             sampled=flags.sampled,
             filtered=flags.filtered,
             rejection=flags.rejection,

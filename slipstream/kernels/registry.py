@@ -14,6 +14,7 @@ KERNELS: dict[str, str] = {
     "stream_head": "slipstream.kernels.gemm",
     "stream_rope": "slipstream.kernels.gemm",
     "paged_attention": "slipstream.kernels.attention",
+    "prefill_attention": "slipstream.kernels.prefill",
     "rope_kv_write": "slipstream.kernels.rope",
     "rms_norm": "slipstream.kernels.norm",
     "residual_norm": "slipstream.kernels.norm",

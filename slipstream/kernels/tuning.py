@@ -144,3 +144,24 @@ def attention_config(rows: int, dim: int = 128, per_slot: int = 1) -> AttentionC
     if slots <= 16 or dim <= 64:
         return AttentionConfig(splits=4 if slots <= 16 else 2, block=128)
     return AttentionConfig(splits=2, block=32, stages=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillConfig:
+    """queries: rows of a program's tile, query heads counted. block: keys per step, the same for all row counts."""
+
+    queries: int = 128
+    block: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+def prefill_config(rows: int, dim: int = 128, itemsize: int = 2) -> PrefillConfig:
+    """Attention of a prompt chunk: small tiles for few rows, so that there is a program for every multiprocessor."""
+    if itemsize > 2 or dim > 128:
+        return PrefillConfig(queries=16 if dim > 64 else 32, block=32, warps=4, stages=2)
+    if rows <= 128:
+        return PrefillConfig(queries=32, warps=4)
+    if rows <= 512:
+        return PrefillConfig(queries=64, warps=4)
+    return PrefillConfig()

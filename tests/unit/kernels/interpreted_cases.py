@@ -11,9 +11,11 @@ import torch
 from slipstream.kernels import attention as ops_attention
 from slipstream.kernels import gemm as ops_gemm
 from slipstream.kernels import norm as ops_norm
+from slipstream.kernels import prefill as ops_prefill
 from slipstream.kernels import rope as ops_rope
-from slipstream.kernels.jit import attention, gemm, norm, rope, sample
-from slipstream.kernels.tuning import AttentionConfig, GemmConfig
+from slipstream.kernels.jit import attention, gemm, norm, prefill, rope, sample
+from slipstream.kernels.prefill import prefill_tiles
+from slipstream.kernels.tuning import AttentionConfig, GemmConfig, PrefillConfig
 from slipstream.kernels.workspace import Workspace
 from tests.support.kernel_cases import paged_case, relative_error, rope_tables
 
@@ -152,6 +154,47 @@ def test_paged_attention(tree: bool, first_cell: int, splits: int, block: int, q
     assert relative_error(out, want) < 1e-5 and not out.isnan().any()
     assert (out[case.slot == 0] == 0).all()
     assert not work.counters.any()
+
+
+@pytest.mark.parametrize(("queries", "block"), [(16, 16), (16, 4), (32, 8), (64, 32)])
+@pytest.mark.parametrize("heads", [6, 2])
+def test_prefill_attention(queries: int, block: int, heads: int) -> None:
+    """Several slots in a chunk, prefix hits, a slot of one row, sink rows before, between and behind; NaN elsewhere."""
+    case = paged_case([9, 20, 1, 0], [11, 1, 2, 33])
+    rows, group = case.slot.shape[0], 1 << (heads // 2 - 1).bit_length()
+    q, out, per_tile = torch.randn(rows, heads, 16), poison(rows, heads, 16), max(1, queries // group)
+    tiles = prefill_tiles(case.slot, per_tile, rows)
+    prefill.launch_prefill_attention(
+        q, case.k, case.v, out, case.table, case.slot, case.pos, tiles, scale=0.25, rows_per_tile=per_tile,
+        config=PrefillConfig(queries=queries, block=block),
+    )  # fmt: skip
+    want = ops_prefill.prefill_attention(q, case.k, case.v, case.table, case.slot, case.pos, tiles, 0.25)
+    assert relative_error(out, want) < 1e-5
+    assert (out[case.slot == 0] == 0).all()
+
+
+def test_a_prompt_row_has_the_same_result_in_any_chunk() -> None:
+    """Cut after cut of one prompt, and beside another slot: a row's result is a function of its position.
+
+    Bit for bit on a GPU (tests/gpu); here the products are numpy's, which differ by a row's place in its tile.
+    """
+    case = paged_case([0, 5], [40, 7])
+    q, tile_rows = torch.randn(case.slot.shape[0], 6, 16), 4
+
+    def run(at: list[int]) -> torch.Tensor:
+        index = torch.tensor(at)
+        slot, out = case.slot[index], poison(len(at), 6, 16)
+        prefill.launch_prefill_attention(
+            q[index], case.k, case.v, out, case.table, slot, case.pos[index], prefill_tiles(slot, tile_rows, 3),
+            scale=0.25, rows_per_tile=tile_rows, config=PrefillConfig(queries=16, block=8),
+        )  # fmt: skip
+        return out
+
+    whole = run(list(range(1, 41)))
+    for cut in (1, 3, 4, 17, 39):
+        parts = torch.cat([run(list(range(1, 1 + cut))), run(list(range(1 + cut, 41)))])
+        assert relative_error(parts, whole) < 1e-6
+    assert relative_error(run([*range(42, 49), *range(1, 41)])[7:], whole) < 1e-6
 
 
 def test_norms_and_activation() -> None:

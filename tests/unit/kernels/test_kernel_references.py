@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.kernels import attention, gemm, norm, registry, rope, sample
+from slipstream.kernels import attention, gemm, norm, prefill, registry, rope, sample
 from slipstream.kernels.workspace import Workspace
 from tests.support.kernel_cases import attention_by_loops, paged_case, relative_error, rope_tables
 
@@ -71,6 +71,26 @@ def test_paged_attention_is_its_definition(tree: bool, page: int) -> None:
     got = attention.paged_attention(q, case.k, case.v, case.table, case.slot, case.pos, case.tree, 0.25, *ws())
     assert relative_error(got, attention_by_loops(q, case, 0.25)) < 1e-6
     assert (got[case.slot == 0] == 0).all()
+
+
+def test_prefill_attention_is_its_definition() -> None:
+    case = paged_case([9, 20, 1, 0], [3, 1, 4, 12])
+    q = torch.randn(case.slot.shape[0], 6, 16)
+    tiles = prefill.prefill_tiles(case.slot, 4, 5)
+    got = prefill.prefill_attention(q, case.k, case.v, case.table, case.slot, case.pos, tiles, 0.25)
+    assert relative_error(got, attention_by_loops(q, case, 0.25)) < 1e-6
+    assert (got[case.slot == 0] == 0).all()
+
+
+@pytest.mark.parametrize("per_tile", [1, 4, 32])
+def test_tiles_cover_every_row_once(per_tile: int) -> None:
+    slots = torch.tensor([3] * 9 + [1] * 1 + [2] * 4 + [7] * 18 + [0] * 8)
+    tiles = prefill.prefill_tiles(slots, per_tile, 8)
+    assert tiles.shape == (-(-40 // per_tile) + 8,), "a number of shapes only"
+    starts = [t for t in tiles.tolist() if t < 40]
+    assert tiles.tolist() == starts + [40] * (len(tiles) - len(starts)) and starts == sorted(set(starts))
+    covered = [r for t in starts for r in range(t, min(t + per_tile, 40)) if len(set(slots[t : r + 1].tolist())) == 1]
+    assert covered == list(range(40))
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])

@@ -1,0 +1,105 @@
+# mypy: ignore-errors
+# (Triton's device language has no types that mypy could check; the op in kernels/prefill.py is typed.)
+"""Attention of many prompt rows over paged KV: one program per tile of rows and KV head, keys streamed past it.
+
+A tile holds up to ROWS consecutive rows of one slot with all query heads of a KV head. A row's result depends on its
+own position only: keys come in the same blocks whatever tile it sits in, and blocks beyond its position change nothing.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _stream(
+    acc, top, total, q, pos, k_ptr, v_ptr, pages, head, begin, end, length, factor,
+    KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, EDGE: tl.constexpr,
+):  # fmt: skip
+    """Key blocks begin..end - 1 into the running softmax. EDGE: some keys are not visible to every row."""
+    d = tl.arange(0, DP)
+    for block in tl.range(begin, end):
+        t = block * BT + tl.arange(0, BT)
+        if EDGE:
+            page = tl.load(pages + t // PAGE, mask=t < length, other=0)
+        else:
+            page = tl.load(pages + t // PAGE)
+        kv = (page.to(tl.int64) * PAGE + t % PAGE) * (KH * D) + head * D
+        if EDGE or DP != D:
+            # Cells past the tile's last position may hold anything, NaN too: they are read as zero.
+            inside = t < length
+            k = tl.load(k_ptr + kv[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
+            v = tl.load(v_ptr + kv[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+        else:
+            k = tl.load(k_ptr + kv[None, :] + d[:, None])
+            v = tl.load(v_ptr + kv[:, None] + d[None, :])
+        s = tl.dot(q, k, input_precision="ieee") * factor
+        if EDGE:
+            s = tl.where(t[None, :] <= pos[:, None], s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, axis=1))
+        # Idle lanes of the tile have seen nothing: their maximum is still -inf.
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - safe[:, None])
+        keep = tl.exp2(top - safe)
+        total = total * keep + tl.sum(p, axis=1)
+        acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        top = new
+    return acc, top, total
+
+
+@triton.jit
+def prefill_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr, tile_ptr, R, table_width, scale,
+    N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    ROWS: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, KH); DP (at least 16) and GP are D and G rounded up to powers of two."""
+    # From the last tile on: late rows see most keys, so the long programs start first.
+    first = tl.load(tile_ptr + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int32)
+    head = tl.program_id(1)
+    if first < R:
+        slot = tl.load(slot_ptr + first)
+        near = tl.arange(0, ROWS)
+        near_slot = tl.load(slot_ptr + first + near, mask=first + near < R, other=-1)
+        count = tl.min(tl.where(near_slot != slot, near, ROWS), axis=0)
+        m = tl.arange(0, ROWS * GP)
+        d = tl.arange(0, DP)
+        row = first + m // GP
+        lane = m % GP
+        mine = (m // GP < count) & (lane < G)
+        cell = mine[:, None] & (d < D)[None, :]
+        at = (row.to(tl.int64) * N + head * G + lane)[:, None] * D + d[None, :]
+        acc = tl.zeros([ROWS * GP, DP], tl.float32)
+        total = tl.zeros([ROWS * GP], tl.float32)
+        if slot > 0:
+            pos = tl.load(pos_ptr + row, mask=mine, other=-1).to(tl.int32)
+            length = tl.max(pos, axis=0) + 1
+            # Idle lanes see nothing; they must not shorten what all rows see.
+            whole = (tl.min(tl.where(mine, pos, length), axis=0) + 1) // BT
+            q = tl.load(q_ptr + at, mask=cell, other=0.0)
+            pages = table_ptr + slot.to(tl.int64) * table_width
+            factor = scale * 1.4426950408889634
+            top = tl.full([ROWS * GP], float("-inf"), tl.float32)
+            acc, top, total = _stream(
+                acc, top, total, q, pos, k_ptr, v_ptr, pages, head, 0, whole, length, factor,
+                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=False,
+            )  # fmt: skip
+            acc, top, total = _stream(
+                acc, top, total, q, pos, k_ptr, v_ptr, pages, head, whole, tl.cdiv(length, BT), length, factor,
+                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=True,
+            )  # fmt: skip
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=cell)
+
+
+def launch_prefill_attention(q, k, v, out, table, slot, pos, tile, *, scale, rows_per_tile, config):  # fmt: skip
+    """Launch; see kernels/prefill.py for the shapes."""
+    rows, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    group = heads // kv_heads
+    prefill_attention_kernel[(tile.shape[0], kv_heads)](
+        q, k, v, out, table, slot, pos, tile, rows, table.shape[1], scale,
+        N=heads, KH=kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), G=group, GP=triton.next_power_of_2(group),
+        ROWS=rows_per_tile, BT=config.block, PAGE=k.shape[1], num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip

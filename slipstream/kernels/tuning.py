@@ -62,13 +62,12 @@ class GemmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """block: keys per step. splits: programs that share the keys of a tile. queries: rows x heads of a tile."""
+    """block: keys per step. splits: programs that share the keys of a tile."""
 
     splits: int = 8
     block: int = 64
     warps: int = 4
     stages: int = 2
-    queries: int = 16
 
 
 def rows_bucket(rows: int) -> int:
@@ -135,9 +134,6 @@ def attention_config(rows: int, dim: int = 128, per_slot: int = 1) -> AttentionC
     per_slot: rows of one slot. Frames of as many slots are cut alike whatever their rows, so a row's result is the
     same with drafts as without.
     """
-    if per_slot > 64:
-        # Prompts: many rows share what they read, and there are enough of them to fill the GPU.
-        return AttentionConfig(splits=1, block=64, queries=64)
     slots = -(-rows // per_slot)
     if slots <= 4:
         return AttentionConfig(splits=8, block=64, warps=8)

@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.gemm import stream_head, stream_residual, stream_rope, stream_swiglu
 from slipstream.kernels.norm import norm_prepare, residual_prepare, rms_norm, silu_mul
+from slipstream.kernels.prefill import prefill_attention, prefill_tiles, rows_per_tile
 from slipstream.kernels.rope import rope_kv_write
 from slipstream.kernels.sample import argmax_finish, argmax_rows
 from slipstream.kernels.tuning import MAX_FUSED_ROWS, PassConfig
@@ -52,12 +53,16 @@ class Stream(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Where the rows stand: slot and position of each, the page table, and how many rows a slot has."""
+    """Where the rows stand: slot and position of each, the page table.
+
+    per_slot: rows of a slot in a frame. tile_T: `prefill_tiles` of a prompt chunk.
+    """
 
     slot_R: Tensor
     pos_R: Tensor
     table_SP: Tensor
-    per_slot: int
+    per_slot: int = 1
+    tile_T: Tensor | None = None
 
 
 class FusedDecoder:
@@ -80,6 +85,7 @@ class FusedDecoder:
         # Launches right behind a library product.
         self.pdl_after = pdl and self.config.library_pdl
         c = decoder.config
+        self.heads_per_kv = c.num_heads // c.num_kv_heads
         inv_D, factor = inverse_frequencies(c.rope, c.head_dim)
         angle_LD = torch.outer(torch.arange(c.max_position_embeddings, dtype=torch.float32), inv_D.float())
         self.cos_LD = (angle_LD.cos() * factor).to(decoder.device)
@@ -138,14 +144,19 @@ class FusedDecoder:
     def forward(
         self, token_R: Tensor, slot_R: Tensor, pos_R: Tensor, table_SP: Tensor, *, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
-        """The pass without the head, for prompts: what `Model.forward` gives, hidden states [R, H] and taps."""
-        stream, tapped = self._layers(token_R, Rows(slot_R, pos_R, table_SP, token_R.shape[0]), taps)
+        """The pass without the head, for prompt chunks: what `Model.forward` gives, hidden states [R, H] and taps.
+
+        The rows of a slot are neighbours, in order of position.
+        """
+        cache = self.kv.data
+        per_tile = rows_per_tile(token_R.shape[0], self.heads_per_kv, cache.shape[-1], cache.element_size())
+        tile_T = prefill_tiles(slot_R, per_tile, table_SP.shape[0])
+        stream, tapped = self._layers(token_R, Rows(slot_R, pos_R, table_SP, tile_T=tile_T), taps)
         d = self.decoder
         return rms_norm(stream.h_RH, d.norm.weight, d.config.rms_norm_eps, self.pdl), tapped
 
     def _layers(self, token_R: Tensor, rows: Rows, taps: tuple[int, ...]) -> tuple[Stream, list[Tensor]]:
         blocks: list[Any] = list(self.decoder.blocks)
-        ws, scale = self.workspace, self.decoder.config.head_dim**-0.5
         h_RH = self.decoder.embed(token_R)
         stream = Stream(h_RH, *norm_prepare(h_RH, blocks[0].input_norm.weight, self.pdl))
         tapped: dict[int, Tensor] = {}
@@ -153,10 +164,7 @@ class FusedDecoder:
             if i in taps:
                 tapped[i] = stream.h_RH
             q_RND = self._qkv(block, stream, k_PSKD, v_PSKD, rows)
-            o_RND = paged_attention(
-                q_RND, k_PSKD, v_PSKD, rows.table_SP, rows.slot_R, rows.pos_R, None, scale, ws.partial, ws.counters,
-                self.pdl, rows.per_slot,
-            )  # fmt: skip
+            o_RND = self._attend(q_RND, k_PSKD, v_PSKD, rows)
             stream = self._residual(o_RND.flatten(1), block.o, stream.h_RH, block.post_norm.weight)
             stream = self._residual(self._swiglu(block, stream), block.down, stream.h_RH, gain_H)
         return stream, [tapped[i] for i in taps]
@@ -179,6 +187,18 @@ class FusedDecoder:
                 stream.sq_TR, c.hidden_size, eps, self.pdl_after,
             )  # fmt: skip
         return q_RND
+
+    def _attend(self, q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows) -> Tensor:
+        ws, scale = self.workspace, self.decoder.config.head_dim**-0.5
+        where = (rows.table_SP, rows.slot_R, rows.pos_R)
+        o_RND: Tensor
+        if rows.tile_T is None:
+            o_RND = paged_attention(
+                q_RND, k_PSKD, v_PSKD, *where, None, scale, ws.partial, ws.counters, self.pdl, rows.per_slot
+            )
+        else:
+            o_RND = prefill_attention(q_RND, k_PSKD, v_PSKD, *where, rows.tile_T, scale)
+        return o_RND
 
     def _swiglu(self, block: Any, stream: Stream) -> Tensor:
         """silu(gate) * up [R, I]."""

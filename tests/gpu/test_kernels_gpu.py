@@ -109,7 +109,7 @@ def test_attention(dtype: torch.dtype, tree: bool, page: int, dim: int, heads: i
         ws = work()
         cuda = [t if t is None else t.cuda() for t in (case.table, case.slot, case.pos, case.tree)]
         want = attention_by_loops(q, case, dim**-0.5)
-        for per_slot in (1, 4, 100):
+        for per_slot in (1, 4):
             got = attention.paged_attention(
                 q.cuda(), case.k.cuda(), case.v.cuda(), *cuda, dim**-0.5, *ws, False, per_slot
             )

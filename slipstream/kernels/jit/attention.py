@@ -132,9 +132,9 @@ def paged_attention_kernel(
                     tl.store(cnt_ptr + first * KH + head, 0)  # ready for the next launch
 
 
-def rows_per_tile(group: int, queries: int = 16) -> int:
-    """Rows of one slot that share a tile: `queries` rows of the matrix instruction over the heads of a KV head."""
-    return max(1, queries // triton.next_power_of_2(group))
+def rows_per_tile(group: int) -> int:
+    """Rows of one slot that share a tile: 16 query rows of the matrix instruction over the heads of a KV head."""
+    return max(1, 16 // triton.next_power_of_2(group))
 
 
 def launch_paged_attention(
@@ -149,7 +149,6 @@ def launch_paged_attention(
         q, k, v, out, table, slot, pos, tree, ws, counters,
         rows, table.shape[1], k.shape[1], scale,
         N=heads, KH=kv_heads, D=dim, DP=triton.next_power_of_2(dim), G=group, GP=triton.next_power_of_2(group),
-        ROWS=rows_per_tile(group, c.queries), BT=c.block, SPLITS=c.splits, TREE=tree is not None, SKIP=first_cell,
-        PDL=pdl,
+        ROWS=rows_per_tile(group), BT=c.block, SPLITS=c.splits, TREE=tree is not None, SKIP=first_cell, PDL=pdl,
         num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -181,7 +181,7 @@ Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 
 def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
     """Every op of the registry once, on `shape` and the rows."""
-    from slipstream.kernels import attention, draft, frame, gemm, norm, rope, sample
+    from slipstream.kernels import attention, draft, frame, gemm, norm, prefill, rope, sample
     from tests.support.frame_kernel_cases import draft_memory, random_state
 
     h, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
@@ -213,10 +213,18 @@ def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
     yield "stream_head", lambda: gemm.stream_head(x_RH, w_VH, sq, EPS, *ws, False), lambda: F.linear(x_RH, w_VH)
     yield plain(attention.paged_attention, q_RND, k, v, *at, None, scale, *ws, False, rows.per_slot)
     yield plain(rope.rope_kv_write, qkv, k, v, cos, cos, None, None, *at, rows.pos_R, heads, EPS, None, sq, h, EPS)
-    yield plain(norm.rms_norm, x_RH, gain, EPS)
-    yield plain(norm.residual_norm, x_RH, x_RH, gain, EPS)
-    yield plain(norm.norm_prepare, x_RH, gain)
-    yield plain(norm.residual_prepare, x_RH, x_RH, gain)
+    per_tile = prefill.rows_per_tile(r, heads // kv_heads, dim, 2)
+    tile_T = prefill.prefill_tiles(rows.slot_R, per_tile, rows.table_SP.shape[0])
+    yield (
+        "prefill_attention",
+        lambda: prefill.prefill_attention(q_RND, k, v, *at, tile_T, scale),
+        lambda: attention.paged_attention._init_fn(q_RND, k, v, *at, None, scale, *ws),
+    )
+    normed, added = lambda: F.rms_norm(x_RH, (h,), gain, EPS), lambda: F.rms_norm(x_RH + x_RH, (h,), gain, EPS)
+    yield "rms_norm", lambda: norm.rms_norm(x_RH, gain, EPS), normed
+    yield "norm_prepare", lambda: norm.norm_prepare(x_RH, gain), normed
+    yield "residual_norm", lambda: norm.residual_norm(x_RH, x_RH, gain, EPS), added
+    yield "residual_prepare", lambda: norm.residual_prepare(x_RH, x_RH, gain), added
     yield plain(norm.silu_mul, wide_RI, sq, h, EPS)
     logits = torch.randn(r, VOCAB, device="cuda")
     yield plain(sample.argmax_rows, logits)

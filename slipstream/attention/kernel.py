@@ -58,9 +58,10 @@ class ChunkAttention:
         pos_R: Tensor,
         cache_slot_R: Tensor,
         heads_per_kv: int,
+        first_cell: int = 0,
     ) -> None:
         self.kv, self.table_SP, self.slot_R, self.pos_R = kv, table_SP, slot_R, pos_R
-        self.cache_slot_R = cache_slot_R
+        self.cache_slot_R, self.first_cell = cache_slot_R, first_cell
         dim, itemsize = kv.data.shape[-1], kv.data.element_size()
         self.tile_T = prefill_tiles(
             slot_R, rows_per_tile(slot_R.shape[0], heads_per_kv, dim, itemsize), table_SP.shape[0]
@@ -73,6 +74,6 @@ class ChunkAttention:
         k_PSKD, v_PSKD = self.kv.paged[layer]
         out_RND: Tensor = prefill_attention(
             q_RND.contiguous(), k_PSKD, v_PSKD, self.table_SP, self.slot_R, self.pos_R, self.tile_T,
-            q_RND.shape[-1] ** -0.5,
+            q_RND.shape[-1] ** -0.5, self.first_cell,
         )  # fmt: skip
         return out_RND

@@ -201,6 +201,7 @@ def span_attention(
     cache_slot_R: Tensor,
     table_SP: Tensor,
     heads_per_kv: int,
+    first_cell: int = 0,
 ) -> PrefillAttention:
     """Attention of packed prompt rows [R] whose spans (slot, start, length, first_page) the host knows."""
     parts, at = [], 0
@@ -214,6 +215,7 @@ def span_attention(
             heads_per_kv=heads_per_kv,
             mask_dtype=kv.data.dtype,
             first_page=(first_page,),
+            first_cell=first_cell,
         )
         parts.append((length, attention))
         at += length

@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.attention.paged import PagedAttention, PrefillAttention, RowGrid, cache_slots
+from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
 from slipstream.attention.protocol import AttentionContext
 from slipstream.draft.choose import choose
-from slipstream.draft.eagle3_model import Eagle3Model, load_eagle3
+from slipstream.draft.eagle3_model import Eagle3Model, HeadOutput, load_eagle3
 from slipstream.draft.protocol import Drafts, DraftView, FirstDraft, PrefillView
+from slipstream.kernels.eagle import feature_rows, learnt_rows
 from slipstream.memory.kv import KVPages
 from slipstream.types import Admit
 
 if TYPE_CHECKING:
+    from slipstream.draft.eagle3_fused import FusedHead
     from slipstream.kernels.workspace import Workspace
 
 FIRST_CELL = 1
@@ -57,6 +59,14 @@ class Eagle3Drafter:
         self.draft_vocab: int | None = model.vocab_size
         self.heads_per_kv = model.config.num_heads // model.config.num_kv_heads
         self.rotary = model.rotary(max_len + max_drafts + 1)
+        self.fused: FusedHead | None = None
+        if workspace is not None:
+            from slipstream.draft.eagle3_fused import FusedHead
+
+            if FusedHead.fits(model):
+                self.fused = FusedHead(
+                    model, kv, workspace, positions=max_len + max_drafts + 2, first_cell=FIRST_CELL, pdl=True
+                )
 
     @staticmethod
     def load(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None = None) -> Eagle3Model:
@@ -78,48 +88,52 @@ class Eagle3Drafter:
         cache_slot_R = cache_slots(view.table_SP, view.slot_R, cell_R, self.kv.page_size)
         attention: AttentionContext
         if self.workspace is None:
-            spans, at = [], 0
-            for slot, start, length, first_page in view.spans:
-                end = at + length
-                span = self._paged(
-                    RowGrid(pos_BW=cell_R[at:end].view(1, -1)), cache_slot_R[at:end], view.table_SP[slot : slot + 1],
-                    start + length + 1, (first_page,),
-                )  # fmt: skip
-                spans.append((length, span))
-                at = end
-            attention = PrefillAttention(spans)
+            attention = span_attention(
+                self.kv, [(slot, start + 1, length, first) for slot, start, length, first in view.spans], pos_R=cell_R,
+                cache_slot_R=cache_slot_R, table_SP=view.table_SP, heads_per_kv=self.heads_per_kv,
+                first_cell=FIRST_CELL,
+            )  # fmt: skip
         else:
-            # Chunks have many rows: split over the keys they would need more scratch than there is.
-            attention = self._kernel(view.table_SP, view.slot_R, cell_R, cache_slot_R, per_slot=cell_R.shape[0])
+            from slipstream.attention.kernel import ChunkAttention
+
+            attention = ChunkAttention(
+                self.kv, table_SP=view.table_SP, slot_R=view.slot_R, pos_R=cell_R, cache_slot_R=cache_slot_R,
+                heads_per_kv=self.heads_per_kv, first_cell=FIRST_CELL,
+            )  # fmt: skip
         self.model.forward(token_R, self.model.fuse(view.taps), view.pos_R, self.rotary, attention)
 
     def extend(self, view: DraftView) -> FirstDraft:
         """One row for each position that the round committed, with the target's own features."""
         rows = view.rows
-        kept_R = rows.pos_R < view.committed_S[rows.slot_R]
-        slot_R = torch.where(kept_R, rows.slot_R, 0)
-        cell_R = torch.where(kept_R, rows.pos_R + 1, 0)
-        width = rows.row_of_BW.shape[1]
-        depth_R = torch.arange(rows.pos_R.shape[0], device=cell_R.device) - rows.row_of_BW[rows.owner_R, 0]
-        grid = RowGrid(
-            pos_BW=cell_R[rows.row_of_BW], row_of_BW=rows.row_of_BW,
-            cell_of_R=rows.owner_R * width + depth_R.clamp(max=width - 1),
-        )  # fmt: skip
-        attention = self._attention(view, grid, slot_R, cell_R, rows.slot_B, view.len_ub)
-        state_RH, normed_RH = self.model.forward(
-            view.history_SL[slot_R, cell_R], self.model.fuse(rows.taps), rows.pos_R, self.rotary, attention
-        )
+        learn = learnt_rows if self.workspace is None else feature_rows
+        slot_R, cell_R, token_R = learn(rows.slot_R, rows.pos_R, view.committed_S, view.history_SL)
         last_B = rows.row_of_BW.gather(1, (view.emitted_B - 1).clamp(min=0)[:, None])[:, 0]
-        token_B, q_BV = self._choose(normed_RH[last_B], view, 0)
+        width = rows.row_of_BW.shape[1]
+        if self.fused is not None and slot_R.shape[0] <= self.fused.max_rows:
+            out = self.fused.run(
+                token_R, self.fused.features(rows.taps), slot_R, cell_R, view.table_SP, last_B=last_B,
+                logits=view.sampled, per_slot=width,
+            )  # fmt: skip
+        else:
+            depth_R = torch.arange(slot_R.shape[0], device=slot_R.device) - rows.row_of_BW[rows.owner_R, 0]
+            grid = RowGrid(
+                pos_BW=cell_R[rows.row_of_BW], row_of_BW=rows.row_of_BW,
+                cell_of_R=rows.owner_R * width + depth_R.clamp(max=width - 1),
+            )  # fmt: skip
+            attention = self._attention(view, grid, slot_R, cell_R, rows.slot_B, view.len_ub)
+            out = self._run(token_R, self.model.fuse(rows.taps), cell_R, attention, last_B)
+        token_B, q_BV = self._choose(out, view, 0)
         count_B = (view.slot_B > 0).to(torch.int64) * self.max_drafts
-        return FirstDraft(token_B=token_B, count_B=count_B, q_BV=q_BV, state_BH=state_RH[last_B])
+        return FirstDraft(token_B=token_B, count_B=count_B, q_BV=q_BV, state_BH=out.state_BH)
 
     def propose(self, first: FirstDraft, view: DraftView) -> Drafts:
         assert first.state_BH is not None, "extend gives a state"
         token_B, state_BH = first.token_B, first.state_BH
         tokens, laws = [token_B], [first.q_BV]
+        step_K1 = torch.arange(self.max_drafts, device=token_B.device)[:, None]
+        cell_KB = torch.where(view.slot_B > 0, view.committed_B + step_K1, 0)
         for step in range(1, self.max_drafts):
-            token_B, state_BH, q_BV = self._step(token_B, state_BH, view, step)
+            token_B, state_BH, q_BV = self._step(token_B, state_BH, cell_KB[step], view, step)
             tokens.append(token_B)
             laws.append(q_BV)
         dense = [q for q in laws if q is not None]
@@ -128,27 +142,40 @@ class Eagle3Drafter:
         )
 
     def _step(
-        self, token_B: Tensor, state_BH: Tensor, view: DraftView, step: int
+        self, token_B: Tensor, state_BH: Tensor, cell_B: Tensor, view: DraftView, step: int
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Draft `step`: the last draft's token with the head's own state, one position further."""
-        cell_B = torch.where(view.slot_B > 0, view.committed_B + step, 0)
-        attention = self._attention(
-            view, RowGrid(pos_BW=cell_B[:, None]), view.slot_B, cell_B, view.slot_B, view.len_ub + step
-        )
-        state_BH, normed_BH = self.model.forward(token_B, state_BH, cell_B - 1, self.rotary, attention)
-        token_B, q_BV = self._choose(normed_BH, view, step)
-        return token_B, state_BH, q_BV
+        if self.fused is not None and token_B.shape[0] <= self.fused.max_rows:
+            out = self.fused.run(token_B, state_BH, view.slot_B, cell_B, view.table_SP, logits=view.sampled)
+        else:
+            attention = self._attention(
+                view, RowGrid(pos_BW=cell_B[:, None]), view.slot_B, cell_B, view.slot_B, view.len_ub + step
+            )
+            out = self._run(token_B, state_BH, cell_B, attention, None)
+        token_B, q_BV = self._choose(out, view, step)
+        return token_B, out.state_BH, q_BV
 
-    def _choose(self, normed_BH: Tensor, view: DraftView, step: int) -> tuple[Tensor, Tensor | None]:
+    def _run(
+        self, token_R: Tensor, x_RH: Tensor, cell_R: Tensor, attention: AttentionContext, last_B: Tensor | None
+    ) -> HeadOutput:
+        """One pass in plain operations; its output is that of the rows last_B [B], all of them where it is None."""
+        state_RH, normed_RH = self.model.forward(token_R, x_RH, cell_R - FIRST_CELL, self.rotary, attention)
+        if last_B is not None:
+            state_RH, normed_RH = state_RH[last_B], normed_RH[last_B]
+        return HeadOutput(state_BH=state_RH, logits_BD=self.model.logits(normed_RH))
+
+    def _choose(self, out: HeadOutput, view: DraftView, step: int) -> tuple[Tensor, Tensor | None]:
+        if out.token_B is not None and not view.sampled:
+            return out.token_B, None
         model = self.model
-        return choose(model.logits(normed_BH), view, step, real=self.real, vocab=model.vocab_size, id_D=model.id_D)
+        return choose(out.logits_BD, view, step, real=self.real, vocab=model.vocab_size, id_D=model.id_D)
 
     def _attention(
         self, view: DraftView, grid: RowGrid, slot_R: Tensor, cell_R: Tensor, slot_B: Tensor, len_ub: int
     ) -> AttentionContext:
         cache_slot_R = cache_slots(view.table_SP, slot_R, cell_R, self.kv.page_size)
         if self.workspace is not None:
-            return self._kernel(view.table_SP, slot_R, cell_R, cache_slot_R)
+            return self._kernel(view.table_SP, slot_R, cell_R, cache_slot_R, grid.pos_BW.shape[1])
         reach = min(len_ub, view.table_SP.shape[1] * self.kv.page_size)
         return self._paged(grid, cache_slot_R, view.table_SP[slot_B], reach, view.first_page)
 
@@ -162,7 +189,7 @@ class Eagle3Drafter:
         )  # fmt: skip
 
     def _kernel(
-        self, table_SP: Tensor, slot_R: Tensor, cell_R: Tensor, cache_slot_R: Tensor, per_slot: int = 1
+        self, table_SP: Tensor, slot_R: Tensor, cell_R: Tensor, cache_slot_R: Tensor, per_slot: int
     ) -> AttentionContext:
         from slipstream.attention.kernel import KernelAttention
 

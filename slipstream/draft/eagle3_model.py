@@ -7,7 +7,7 @@ and whose residual stream is g. Its output, before the final norm, takes g's pla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,18 @@ from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import WeightBuilder
 
 _DERIVED = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadOutput:
+    """state_BH: what the next step reads. logits_BD: over the draft vocabulary; overwriting them is allowed.
+
+    token_B: their argmax as the target's ids, where the pass yields it; the logits may then be unwritten memory.
+    """
+
+    state_BH: Tensor
+    logits_BD: Tensor
+    token_B: Tensor | None = None
 
 
 class EagleLayer:

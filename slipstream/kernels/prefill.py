@@ -41,16 +41,17 @@ def prefill_tiles(slot_R: Tensor, rows_per_tile: int, slots: int) -> Tensor:
 @torch.library.custom_op(OP + "prefill_attention", mutates_args=())
 def prefill_attention(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor, tile_T: Tensor,
-    scale: float,
+    scale: float, first_cell: int = 0,
 ) -> Tensor:  # fmt: skip
     """softmax(q K^T * scale) V, [R, N, D]: row r sees cache positions 0..pos_R[r] of slot_R[r].
 
     As `paged_attention`, for many rows: the rows of a slot are neighbours, in order of position. Rows of slot 0 are
     padding and give zeros. tile_T: `prefill_tiles` of slot_R. Cells that no row may see can hold anything.
+    first_cell: as in `paged_attention`.
     """
     none = q_RND.new_empty(0, dtype=torch.float32)
     out_RND: Tensor = paged_attention(
-        q_RND, k_PSKD, v_PSKD, table_SP, slot_R, pos_R, None, scale, none, none.to(torch.int32)
+        q_RND, k_PSKD, v_PSKD, table_SP, slot_R, pos_R, None, scale, none, none.to(torch.int32), first_cell=first_cell
     )
     return out_RND
 
@@ -58,7 +59,7 @@ def prefill_attention(
 @prefill_attention.register_fake
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor, tile_T: Tensor,
-    scale: float,
+    scale: float, first_cell: int = 0,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(q_RND, memory_format=torch.contiguous_format)
 
@@ -66,7 +67,7 @@ def _(
 @prefill_attention.register_kernel("cuda")
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor, tile_T: Tensor,
-    scale: float,
+    scale: float, first_cell: int = 0,
 ) -> Tensor:  # fmt: skip
     from slipstream.kernels.jit import prefill
 
@@ -75,6 +76,6 @@ def _(
     prefill.launch_prefill_attention(
         q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R, pos_R, tile_T, scale=scale,
         rows_per_tile=rows_per_tile(rows, heads // k_PSKD.shape[2], dim, q_RND.element_size()),
-        config=prefill_config(rows, dim, q_RND.element_size()),
+        config=prefill_config(rows, dim, q_RND.element_size()), first_cell=first_cell,
     )  # fmt: skip
     return out_RND

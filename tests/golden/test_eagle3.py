@@ -13,7 +13,9 @@ from torch import Tensor
 
 from slipstream import LLM, SamplingParams
 from slipstream.attention.dense import DenseCausal
+from slipstream.draft.eagle3 import Eagle3Drafter
 from slipstream.draft.eagle3_model import Eagle3Model, load_eagle3
+from slipstream.kernels.workspace import Workspace
 from slipstream.models.config import read_json
 from slipstream.models.layers import Embedding
 from tests.support.eagle import stand_in_target
@@ -105,10 +107,24 @@ def test_names_of_other_releases(golden_dir: Path, case: str, tmp_path: Path) ->
     assert got["token"].tolist() == expected["chain_token_ids"].tolist()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "kernels"])
 @pytest.mark.parametrize(("page_size", "chunk", "run_ahead"), [(1, 256, 1), (16, 5, 2), (32, 256, 8)])
-def test_rounds_of_the_reference(golden_dir: Path, dtype: str, page_size: int, chunk: int, run_ahead: int) -> None:
-    """Drafted and accepted tokens of every round, and the output, are the reference's."""
+def test_rounds_of_the_reference(
+    golden_dir: Path, dtype: str, page_size: int, chunk: int, run_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafted and accepted tokens of every round, and the output, are the reference's.
+
+    kernels: the head's pass as it runs on a GPU, each op by its definition.
+    """
+    if dtype == "kernels":
+        made = Eagle3Drafter.__init__
+
+        def on_kernels(self: Eagle3Drafter, *args: Any, **options: Any) -> None:
+            made(self, *args, **{**options, "workspace": Workspace("cpu", floats=1 << 16)})
+            assert self.fused is not None
+
+        monkeypatch.setattr(Eagle3Drafter, "__init__", on_kernels)
+        dtype = "float32"
     case = json.loads((golden_dir / "e2e_eagle3" / "expected.json").read_text())
     with LLM(
         model=str(golden_dir / "e2e_target"), draft=str(golden_dir / "e2e_eagle3"), num_drafts=case["chain_steps"],

@@ -16,6 +16,7 @@ import triton.language as tl
 def _stream(
     acc, top, total, q, pos, k_ptr, v_ptr, pages, head, begin, end, length, factor,
     KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, EDGE: tl.constexpr,
+    SKIP: tl.constexpr,
 ):  # fmt: skip
     """Key blocks begin..end - 1 into the running softmax. EDGE: some keys are not visible to every row."""
     d = tl.arange(0, DP)
@@ -28,7 +29,7 @@ def _stream(
         kv = (page.to(tl.int64) * PAGE + t % PAGE) * (KH * D) + head * D
         if EDGE or DP != D:
             # Cells past the tile's last position may hold anything, NaN too: they are read as zero.
-            inside = t < length
+            inside = (t < length) & (t >= SKIP)
             k = tl.load(k_ptr + kv[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
             v = tl.load(v_ptr + kv[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
         else:
@@ -36,7 +37,7 @@ def _stream(
             v = tl.load(v_ptr + kv[:, None] + d[None, :])
         s = tl.dot(q, k, input_precision="ieee") * factor
         if EDGE:
-            s = tl.where(t[None, :] <= pos[:, None], s, float("-inf"))
+            s = tl.where((t[None, :] <= pos[:, None]) & (t[None, :] >= SKIP), s, float("-inf"))
         new = tl.maximum(top, tl.max(s, axis=1))
         # Idle lanes of the tile have seen nothing: their maximum is still -inf.
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -52,9 +53,9 @@ def _stream(
 def prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr, tile_ptr, R, table_width, scale,
     N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    ROWS: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KH); DP (at least 16) and GP are D and G rounded up to powers of two."""
+    """Grid (tiles, KH); DP (at least 16) and GP are D and G rounded up to powers of two. Keys below SKIP are hidden."""
     # From the last tile on: late rows see most keys, so the long programs start first.
     first = tl.load(tile_ptr + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int32)
     head = tl.program_id(1)
@@ -81,19 +82,28 @@ def prefill_attention_kernel(
             pages = table_ptr + slot.to(tl.int64) * table_width
             factor = scale * 1.4426950408889634
             top = tl.full([ROWS * GP], float("-inf"), tl.float32)
+            begin = whole * 0
+            if SKIP > 0:
+                begin = tl.minimum(whole, 1)
+                acc, top, total = _stream(
+                    acc, top, total, q, pos, k_ptr, v_ptr, pages, head, 0, begin, length, factor,
+                    KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=True, SKIP=SKIP,
+                )  # fmt: skip
             acc, top, total = _stream(
-                acc, top, total, q, pos, k_ptr, v_ptr, pages, head, 0, whole, length, factor,
-                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=False,
+                acc, top, total, q, pos, k_ptr, v_ptr, pages, head, begin, whole, length, factor,
+                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=False, SKIP=SKIP,
             )  # fmt: skip
             acc, top, total = _stream(
                 acc, top, total, q, pos, k_ptr, v_ptr, pages, head, whole, tl.cdiv(length, BT), length, factor,
-                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=True,
+                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=True, SKIP=SKIP,
             )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=cell)
 
 
-def launch_prefill_attention(q, k, v, out, table, slot, pos, tile, *, scale, rows_per_tile, config):  # fmt: skip
+def launch_prefill_attention(
+    q, k, v, out, table, slot, pos, tile, *, scale, rows_per_tile, config, first_cell=0
+):  # fmt: skip
     """Launch; see kernels/prefill.py for the shapes."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[2]
@@ -101,5 +111,6 @@ def launch_prefill_attention(q, k, v, out, table, slot, pos, tile, *, scale, row
     prefill_attention_kernel[(tile.shape[0], kv_heads)](
         q, k, v, out, table, slot, pos, tile, rows, table.shape[1], scale,
         N=heads, KH=kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), G=group, GP=triton.next_power_of_2(group),
-        ROWS=rows_per_tile, BT=config.block, PAGE=k.shape[1], num_warps=config.warps, num_stages=config.stages,
+        ROWS=rows_per_tile, BT=config.block, PAGE=k.shape[1], SKIP=first_cell,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

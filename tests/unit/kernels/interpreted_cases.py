@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from slipstream.kernels import attention as ops_attention
+from slipstream.kernels import eagle as ops_eagle
 from slipstream.kernels import gemm as ops_gemm
 from slipstream.kernels import norm as ops_norm
 from slipstream.kernels import prefill as ops_prefill
 from slipstream.kernels import rope as ops_rope
-from slipstream.kernels.jit import attention, gemm, norm, prefill, rope, sample
+from slipstream.kernels.jit import attention, eagle, gemm, norm, prefill, rope, sample
 from slipstream.kernels.prefill import prefill_tiles
 from slipstream.kernels.tuning import AttentionConfig, GemmConfig, PrefillConfig
 from slipstream.kernels.workspace import Workspace
@@ -158,18 +159,21 @@ def test_paged_attention(tree: bool, first_cell: int, splits: int, block: int) -
 
 @pytest.mark.parametrize(("queries", "block"), [(16, 16), (16, 4), (32, 8), (64, 32)])
 @pytest.mark.parametrize("heads", [6, 2])
-def test_prefill_attention(queries: int, block: int, heads: int) -> None:
+@pytest.mark.parametrize("first_cell", [0, 1])
+def test_prefill_attention(queries: int, block: int, heads: int, first_cell: int) -> None:
     """Several slots in a chunk, prefix hits, a slot of one row, sink rows before, between and behind; NaN elsewhere."""
-    case = paged_case([9, 20, 1, 0], [11, 1, 2, 33])
+    case = paged_case([9, 20, 1, first_cell], [11, 1, 2, 33])
+    if first_cell:  # the cells before it are never written
+        case.k[case.table[1:, 0].long(), 0] = case.v[case.table[1:, 0].long(), 0] = NAN
     rows, group = case.slot.shape[0], 1 << (heads // 2 - 1).bit_length()
     q, out, per_tile = torch.randn(rows, heads, 16), poison(rows, heads, 16), max(1, queries // group)
     tiles = prefill_tiles(case.slot, per_tile, rows)
     prefill.launch_prefill_attention(
         q, case.k, case.v, out, case.table, case.slot, case.pos, tiles, scale=0.25, rows_per_tile=per_tile,
-        config=PrefillConfig(queries=queries, block=block),
+        config=PrefillConfig(queries=queries, block=block), first_cell=first_cell,
     )  # fmt: skip
-    want = ops_prefill.prefill_attention(q, case.k, case.v, case.table, case.slot, case.pos, tiles, 0.25)
-    assert relative_error(out, want) < 1e-5
+    want = ops_prefill.prefill_attention(q, case.k, case.v, case.table, case.slot, case.pos, tiles, 0.25, first_cell)
+    assert relative_error(out, want) < 1e-5 and not out.isnan().any()
     assert (out[case.slot == 0] == 0).all()
 
 
@@ -224,3 +228,20 @@ def test_argmax_breaks_ties_towards_the_lowest() -> None:
     sample.launch_argmax_tiles(x, best, where, pdl=False)
     sample.launch_argmax_finish(best, where, out, vocab=9000, pdl=False)
     assert out.tolist() == [4500] * R
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_eagle_rows_and_norms(dtype: torch.dtype) -> None:
+    slot, pos = torch.tensor([3, 3, 0, 1, 2, 2]), torch.tensor([5, 6, 0, 9, 0, 7])
+    committed, history = torch.tensor([0, 10, 1, 6]), torch.randint(0, 90, (4, 12))
+    got = [torch.full((6,), -1) for _ in range(3)]
+    eagle.launch_feature_rows(slot, pos, committed, history, *got)
+    want = ops_eagle.feature_rows(slot, pos, committed, history)
+    assert want[0].tolist() == [3, 0, 0, 1, 2, 0] and want[1].tolist() == [6, 0, 0, 10, 1, 0]
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    table, x = torch.randn(90, 40).to(dtype), torch.randn(6, 40).to(dtype)
+    gains = torch.rand(2, 40).to(dtype)
+    joined, normed = poison(6, 80, dtype=dtype), poison(6, 40, dtype=dtype)
+    eagle.launch_join_norms(want[2], table, x, gains[0], gains[1], joined, normed, eps=1e-5)
+    for one, two in zip((joined, normed), ops_eagle.join_norms(want[2], table, x, *gains, 1e-5), strict=True):
+        assert relative_error(one, two) < LIMIT[dtype]

@@ -158,6 +158,10 @@ def test_fakes_agree_with_the_references() -> None:
     opcheck(ops.silu_mul.default, (x,), test_utils=checks)
     opcheck(ops.silu_mul.default, (x, sq, 64, 1e-5), test_utils=checks)
     opcheck(ops.argmax_rows.default, (x,), test_utils=checks)
+    index = torch.tensor([1, 0, 2])[:R]
+    opcheck(ops.feature_rows.default, (index, index, index.clone(), torch.zeros(3, 5).long()), test_utils=checks)
+    norms = (torch.rand(64), torch.rand(64), 1e-5)
+    opcheck(ops.join_norms.default, (torch.zeros(R).long(), torch.randn(4, 64), x, *norms), test_utils=checks)
     case = paged_case([5, 7], [1, 2])
     rows = case.slot.shape[0]
     q = torch.randn(rows, 4, 16)

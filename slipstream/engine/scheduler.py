@@ -242,11 +242,12 @@ class Scheduler:
     def _choose_prefill(
         self, reading: list[Sequence], busy: bool, admits: list[Admit], seq: int
     ) -> list[tuple[Sequence, PrefillSpan]]:
-        """Prompt rows of this launch: started prompts first, then the queue, within one chunk's rows."""
+        """Prompt rows of this launch: started prompts first, then the queue, within one chunk's rows and prompts."""
         budget = self.config.prefill_chunk_busy if busy else self.config.prefill_chunk
         spans: list[tuple[Sequence, PrefillSpan]] = []
         started = deque(reading)
-        while budget:
+        most = self.config.prefill_prompts or self.config.max_slots
+        while budget and len(spans) < most:
             s = started.popleft() if started else self._admit(admits)
             if s is None:
                 break

@@ -54,6 +54,16 @@ def engine(memory_bytes: int, **options: Any) -> Any:
     )  # fmt: skip
 
 
+def test_prefill_tiers_end_at_the_chunk() -> None:
+    made = engine(1 << 30)
+    assert made.prefill_tiers == (128, 512, 2048) and made.prefill_chunk_busy == 128 and made.prefill_prompts == 16
+    assert engine(1 << 30, prefill_chunk=300).prefill_tiers == (128, 300)
+    assert engine(1 << 30, prefill_chunk=4096).prefill_tiers == (128, 512, 2048, 4096)
+    assert engine(1 << 30, prefill_chunk_busy=512).prefill_chunk_busy == 512
+    with pytest.raises(ConfigError, match=r"prefill_tiers=\[64\] do not reach prefill_chunk=2048 rows"):
+        engine(1 << 30, prefill_tiers=(64,))
+
+
 def test_pages_that_do_not_fit_a_gpu() -> None:
     needs = -(-(64 + 2) // 16)
     assert engine(needs * 16 * 1024).num_pages == needs

@@ -84,6 +84,24 @@ def test_later_rows_of_a_plan_win() -> None:
     assert (state.last_row_B[0].item(), state.last_slot_B[0].item()) == (2, 2)
 
 
+def test_a_chunk_is_padded_with_the_sink() -> None:
+    """What an earlier, larger chunk left behind the rows and behind the ends of prompts is gone."""
+    state, writer, ring = make()
+    for field in (state.chunk_slot_R, state.chunk_pos_R, state.last_row_B, state.last_slot_B):
+        field.fill_(3)
+    plan = FramePlan(
+        seq=1,
+        prefill=(
+            PrefillSpan(slot=2, start=4, length=2, last=True), PrefillSpan(slot=1, start=0, length=1, last=False),
+        ),
+        prefill_first_page=(-1, -1), prefill_rows=6, prefill_prompts=3,
+    )  # fmt: skip
+    ring.send(writer.pairs(plan))
+    assert state.chunk_slot_R[:6].tolist() == [2, 2, 1, 0, 0, 0]
+    assert state.chunk_pos_R[:6].tolist() == [4, 5, 0, 0, 0, 0]
+    assert state.last_row_B[:3].tolist() == [1, 0, 0] and state.last_slot_B[:3].tolist() == [2, 0, 0]
+
+
 def test_steady_decode_sends_nothing() -> None:
     _, writer, ring = make()
     plan = FramePlan(seq=0, decode=(1, 3), rows=2, width=1)

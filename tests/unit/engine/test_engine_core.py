@@ -65,6 +65,40 @@ def test_plain_run(run_ahead: int) -> None:
     engine.check_idle()
 
 
+def test_run_ahead_is_low_while_requests_wait_and_returns() -> None:
+    """One slot: with eight launches queued its end would be seen eight frames late."""
+    engine, _ = make(ready=0, run_ahead=8, max_slots=1)
+    engine.add(ask("a", max_len=40))
+    events = [e for _ in range(10) for e in engine.step()]
+    assert engine._in_flight == 7, "the eighth was collected in the same step"
+    engine.add(ask("b", max_len=40))
+    depths = []
+    while engine.scheduler.waiting:
+        events += engine.step()
+        depths.append(engine._in_flight)
+    assert depths[:6] == [6, 5, 4, 3, 2, 1] and max(depths[6:]) <= 2, "nothing new beyond two"
+    events += [e for _ in range(10) for e in engine.step()]
+    assert engine._in_flight == 7, "and back"
+    events += run(engine)
+    assert [text(events, r) for r in "ab"] == [expected(ask(r, max_len=40), VOCAB)[0] for r in "ab"]
+    engine.check_idle()
+
+
+def test_chunks_are_padded_to_tiers_and_end_few_prompts() -> None:
+    engine, device = make(prefill_chunk=16, prefill_chunk_busy=16, prefill_tiers=(4, 16), prefill_prompts=2)
+    for i in range(4):
+        engine.add(ask(f"r{i}", prompt=(1, 2 + i)))
+    run(engine)
+    chunks = [p for p in device.plans if p.prefill]
+    assert [len(p.prefill) for p in chunks] == [2, 2], "two prompts in a chunk, one chunk in a launch"
+    assert all(p.prefill_rows == 4 and p.prefill_prompts == 2 for p in chunks)
+    engine.add(ask("long", prompt=tuple(range(9))))
+    run(engine)
+    assert device.plans[-1].prefill_rows == 0
+    assert [p.prefill_rows for p in device.plans if p.prefill][2:] == [16]
+    engine.check_idle()
+
+
 def test_results_are_withheld_for_run_ahead_frames() -> None:
     engine, device = make(run_ahead=3)
     engine.add(ask())

@@ -20,6 +20,9 @@ from slipstream.device.state import SlotState
 from slipstream.draft.block_config import parse_block_config
 from slipstream.draft.block_model import BlockModel, block_shapes
 from slipstream.draft.dflash import BlockDrafter
+from slipstream.draft.eagle3 import Eagle3Drafter
+from slipstream.draft.eagle3_config import parse_eagle3
+from slipstream.draft.eagle3_model import dummy_eagle3
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
 from slipstream.draft.standalone import StandaloneDrafter
@@ -72,6 +75,8 @@ LIBRARY_KERNELS = (
 )
 """In a frame of so many rows that the library multiplies."""
 
+EAGLE_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms", "slipstream::stream_linear")
+
 PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention", "slipstream::pack_rows")
 """Where the fused pass does not fit the model."""
 
@@ -79,10 +84,10 @@ PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention",
 def build(kind: str = "greedy", plant: str = "") -> Program:
     """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
 
-    kind: greedy; sampled; dspark: sampled, with a block drafter instead of n-gram; library: greedy with the kernels
-    that stand between library products; or model: sampled, with drafts by a model, and the plain pass for both. plant:
-    "module:function" that puts a known fault back into a production function, to see that the proof turns red
-    (tests/unit/test_frame_proof.py).
+    kind: greedy; sampled; dspark: sampled, with a block drafter instead of n-gram; eagle3, eagle3-sampled: with an
+    EAGLE-3 head; library: greedy with the kernels that stand between library products; or model: sampled, with drafts
+    by a model, and the plain pass for both. plant: "module:function" that puts a known fault back into a production
+    function, to see that the proof turns red (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts)
@@ -94,10 +99,12 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         num_layers=config.num_layers, num_pages=engine.num_pages, page_size=page, num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
-    workspace, sampled = Workspace(device), kind in ("sampled", "dspark", "model")
+    workspace, sampled = Workspace(device), kind in ("sampled", "dspark", "model", "eagle3-sampled")
     drafter: Drafter = NgramDrafter(slots=slots, max_drafts=drafts, device=device)
     if kind == "dspark":
         drafter = _block_drafter(model, engine, workspace)
+    if kind.startswith("eagle3"):
+        drafter = _eagle_drafter(model, engine, workspace)
     if kind == "model":
         drafter = StandaloneDrafter(model, kv=kv, max_drafts=drafts, workspace=workspace)
     state = SlotState(
@@ -123,8 +130,10 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             assert frame.prefill(plan, last=True) is not None
 
     kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS}.get(kind, KERNELS)
-    if kind == "dspark":
+    if kind == "dspark" or kind.startswith("eagle3"):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
+    if kind.startswith("eagle3"):
+        kernels = (*kernels, *EAGLE_KERNELS)
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
 
 
@@ -146,6 +155,18 @@ def _block_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -
         head_dim=c.head_dim, dtype=model.dtype, device=model.device,
     )  # fmt: skip
     return BlockDrafter(network, kv=kv, max_drafts=engine.num_drafts, workspace=workspace, confidence_threshold=0.5)
+
+
+def _eagle_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> Drafter:
+    """An EAGLE-3 head over a part of the vocabulary, on random weights."""
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 1], "draft_vocab_size": 100, "num_hidden_layers": 1}
+    head = dummy_eagle3(parse_eagle3({**CONFIG, **ids}, model.config), model, seed=1)
+    c = head.config
+    kv = KVPages(
+        num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size, num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim, dtype=model.dtype, device=model.device,
+    )  # fmt: skip
+    return Eagle3Drafter(head, kv=kv, max_drafts=engine.num_drafts, max_len=engine.max_model_len, workspace=workspace)
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:

@@ -97,9 +97,7 @@ class Frame:
         """
         rows = pack_rows(self.state, slot_B, rows=plan.rows, width=plan.width, kernels=self.kernels)
         logits_RV, target_R, target = self._target(plan, rows, slot_B)
-        return self._finish(
-            plan, target, logits_RV, target_R, fresh=False, len_ub=plan.len_ub, first_page=plan.first_page
-        )
+        return self._finish(plan, target, logits_RV, target_R, len_ub=plan.len_ub, first_page=plan.first_page)
 
     def _target(self, plan: FramePlan, rows: Rows, slot_B: Tensor) -> tuple[Tensor, Tensor | None, TargetRows]:
         """Logits [R, V] of the rows, and what the drafter asked for.
@@ -173,7 +171,7 @@ class Frame:
         )  # fmt: skip
         ending = [x for x in zip(plan.prefill, plan.prefill_first_page, strict=True) if x[0].last]
         return self._finish(
-            plan, ends, self.model.logits(hidden_BH), None, fresh=True, first_page=[f for _, f in ending],
+            plan, ends, self.model.logits(hidden_BH), None, first_page=[f for _, f in ending],
             len_ub=state.history_SL.shape[1] if self.kernels else max(s.start + s.length for s, _ in ending) + 1,
         )  # fmt: skip
 
@@ -207,7 +205,6 @@ class Frame:
         logits_RV: Tensor,
         target_R: Tensor | None,
         *,
-        fresh: bool,
         len_ub: int,
         first_page: Sequence[int],
     ) -> Tensor:
@@ -258,9 +255,8 @@ class Frame:
                 slot_B=torch.where(live_B, slot_B, 0),
                 committed_B=torch.where(live_B, state.committed_S[slot_B], 0),
                 drafted_B=record_BC[:, 3], accepted_B=record_BC[:, 2], emitted_B=record_BC[:, 1],
-                fresh_B=torch.full_like(live_B, fresh), rows=rows,
-                history_SL=state.history_SL, committed_S=state.committed_S, table_SP=state.table_SP,
-                params=state.params(slot_B) if params is None else params,
+                rows=rows, history_SL=state.history_SL, committed_S=state.committed_S, table_SP=state.table_SP,
+                params=(state.params(slot_B) if params is None else params) if sampled else None,
                 len_ub=min(len_ub + 1, state.history_SL.shape[1]), first_page=first_page,
                 sampled=plan.sampled, filtered=plan.filtered, rejection=plan.rejection, coupled=plan.coupled,
             )  # fmt: skip

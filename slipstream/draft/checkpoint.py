@@ -11,7 +11,6 @@ from torch import Tensor
 
 from slipstream.errors import ModelLoadError
 from slipstream.models.config import read_json
-from slipstream.models.dummy import dummy_rows
 from slipstream.models.weights import DenseSource
 
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -100,23 +99,3 @@ class TensorTable(DenseSource):
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         return self.tensors[name][start:stop]
-
-
-class DummyTable(TensorTable):
-    """Random weights of given shapes, made row by row when they are read; a draft vocabulary is the lowest ids."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, device: torch.device) -> None:
-        super().__init__({})
-        self.shapes, self.seed, self.device = dict(shapes), seed, device
-
-    def take(self, name: str) -> Tensor | None:
-        return torch.zeros(self.shapes["lm_head.weight"][0], dtype=torch.int64) if name == "d2t" else None
-
-    def names(self) -> set[str]:
-        return set(self.shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.shapes[name]
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        return dummy_rows(name, self.shapes[name], start, stop, seed=self.seed, device=self.device)

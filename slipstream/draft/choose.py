@@ -32,6 +32,7 @@ def choose(
     if not view.sampled:
         return greedy_B, None
     p = view.params
+    assert p is not None, "a sampled frame has parameters"
     logits_BD = process_logits(logits_BD, p.temperature, p.top_k, p.top_p, p.min_p, None, filtered=view.filtered)
     law_BV = logits_BD.to(real).softmax(1)
     if id_D is not None:

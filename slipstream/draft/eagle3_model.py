@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.protocol import AttentionContext
-from slipstream.draft.checkpoint import DummyTable, TensorTable, read_tensors
+from slipstream.draft.checkpoint import TensorTable, read_tensors
 from slipstream.draft.eagle3_config import Eagle3Config, parse_eagle3
 from slipstream.errors import ConfigError, ModelLoadError
 from slipstream.models.config import ModelConfig
+from slipstream.models.dummy import DummyTensors
 from slipstream.models.layers import Embedding, RMSNorm, swiglu
 from slipstream.models.linear import Dense, Linear, PackedInt8
 from slipstream.models.rope import RotaryTable
-from slipstream.models.weights import WeightBuilder
+from slipstream.models.weights import WeightBuilder, WeightSource
 
 _DERIVED = ("rotary_emb.inv_freq",)
 
@@ -94,15 +95,14 @@ class Eagle3Model:
     ascending; None where it is the whole vocabulary. config: sizes of its decoder layers.
     """
 
-    def __init__(self, config: Eagle3Config, table: TensorTable, target: Any) -> None:
+    def __init__(self, config: Eagle3Config, source: WeightSource, target: Any, id_D: Tensor | None) -> None:
         """target: the target model; embedding and head that the checkpoint leaves out, or repeats, are its own."""
-        self.device, self.dtype, self.taps = target.device, target.dtype, config.taps
-        names, eps = table.names(), config.layers.rms_norm_eps
+        self.device, self.dtype, self.taps, self.id_D = target.device, target.dtype, config.taps, id_D
+        names, eps = source.names(), config.layers.rms_norm_eps
         c = replace(config.layers, qk_norm="layers.0.self_attn.q_norm.weight" in names)
         self.config, self.feeds_norm = c, config.feeds_norm
         self.vocab_size = c.vocab_size
-        self.id_D = _draft_ids(table, config.draft_vocab_size, c.vocab_size, self.device)
-        weights = WeightBuilder(table, device=self.device, dtype=self.dtype)
+        weights = WeightBuilder(source, device=self.device, dtype=self.dtype)
         wide = config.target_hidden_size * len(config.taps)
         self.tap_norms, self.input_norm = _feature_norms(weights, names, config, eps)
         self.fc = weights.linear("fc", c.hidden_size, wide, bias="fc.bias" in names)
@@ -157,10 +157,19 @@ def load_eagle3(folder: Path, values: Mapping[str, Any], target: Any, *, seed: i
     Raises ModelLoadError that names a missing, extra or misshapen tensor, ConfigError for a key that does not fit.
     """
     config = parse_eagle3(values, target.config)
+    if seed is not None:
+        return dummy_eagle3(config, target, seed=seed)
     with torch.inference_mode():
-        if seed is not None:
-            return Eagle3Model(config, DummyTable(_official_shapes(config), seed=seed, device=target.device), target)
-        return Eagle3Model(config, TensorTable(read_tensors(folder), _canonical), target)
+        table = TensorTable(read_tensors(folder), _canonical)
+        return Eagle3Model(config, table, target, draft_ids(table, config, target.device))
+
+
+def dummy_eagle3(config: Eagle3Config, target: Any, *, seed: int) -> Eagle3Model:
+    """A head of random weights in the official layout; its draft vocabulary is the lowest ids."""
+    small, device = config.draft_vocab_size, target.device
+    with torch.inference_mode():
+        id_D = None if small == config.layers.vocab_size else torch.arange(small, device=device)
+        return Eagle3Model(config, DummyTensors(_official_shapes(config), seed=seed, device=device), target, id_D)
 
 
 def _official_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -186,8 +195,9 @@ def _canonical(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _draft_ids(table: TensorTable, draft_vocab: int, vocab: int, device: torch.device) -> Tensor | None:
+def draft_ids(table: TensorTable, config: Eagle3Config, device: torch.device) -> Tensor | None:
     """Target ids of the draft vocabulary [D] from d2t (id = d + d2t[d]) or t2d (a mask over the vocabulary)."""
+    draft_vocab, vocab = config.draft_vocab_size, config.layers.vocab_size
     offset_D, mask_V = table.take("d2t"), table.take("t2d")
     if offset_D is None and mask_V is None:
         if draft_vocab != vocab:

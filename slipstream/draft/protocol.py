@@ -41,9 +41,10 @@ class DraftView:
 
     slot_B: slot ids, 0 where the slot is not live. committed_B: committed length c (the bonus token stands at
     position c of history). drafted_B, accepted_B, emitted_B: this round's verified and accepted drafts, and tokens
-    that were kept. fresh_B: the slot has just left prefill. rows: the rows that the target verified; of a slot that
-    has just left prefill its last prompt row. history_SL [S, L], committed_S, table_SP: slot state, read only.
-    len_ub: host bound on c + 1. sampled, filtered, rejection, coupled: as in FramePlan.
+    that were kept. rows: the rows that the target verified; of a slot that has just left prefill its last prompt row.
+    history_SL [S, L], committed_S, table_SP: slot state, read only.
+    len_ub: host bound on c + 1. sampled, filtered, rejection, coupled: as in FramePlan; params: None where nothing is
+    sampled.
     """
 
     slot_B: Tensor
@@ -51,12 +52,11 @@ class DraftView:
     drafted_B: Tensor
     accepted_B: Tensor
     emitted_B: Tensor
-    fresh_B: Tensor
     rows: TargetRows
     history_SL: Tensor
     committed_S: Tensor
     table_SP: Tensor
-    params: SlotParams
+    params: SlotParams | None
     len_ub: int
     first_page: Sequence[int]
     sampled: bool

@@ -30,19 +30,14 @@ class DummyTensors(DenseSource):
         return self._shapes[name]
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        return dummy_rows(name, self._shapes[name], start, stop, seed=self._seed, device=self._device)
-
-
-def dummy_rows(name: str, shape: tuple[int, ...], start: int, stop: int, *, seed: int, device: torch.device) -> Tensor:
-    """Rows [start, stop) of the random float32 tensor of that name; norms near 1, else by the fan-in."""
-    shape = (stop - start, *shape[1:])
-    row = math.prod(shape[1:])
-    key = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    noise = uniform_noise(start * row, stop * row, int.from_bytes(key[:4], "little"), device)
-    if name.endswith("norm.weight"):
-        return noise.mul_(0.1).add_(1.0)
-    fan_in = shape[-1] if len(shape) > 1 else 100
-    return noise.view(shape).mul_(math.sqrt(3.0 / fan_in))
+        shape = (stop - start, *self._shapes[name][1:])
+        row = math.prod(shape[1:])
+        key = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        noise = uniform_noise(start * row, stop * row, int.from_bytes(key[:4], "little"), self._device)
+        if name.endswith("norm.weight"):
+            return noise.mul_(0.1).add_(1.0)
+        fan_in = shape[-1] if len(shape) > 1 else 100
+        return noise.view(shape).mul_(math.sqrt(3.0 / fan_in))
 
 
 class DummyWeights(DummyTensors):

@@ -16,7 +16,7 @@ from slipstream.draft.checkpoint import TensorTable
 from slipstream.draft.detect import kind_of
 from slipstream.draft.eagle3_config import parse_eagle3, tap_layers
 from slipstream.draft.eagle3_fused import FusedHead
-from slipstream.draft.eagle3_model import Eagle3Model, load_eagle3
+from slipstream.draft.eagle3_model import Eagle3Model, draft_ids, load_eagle3
 from slipstream.errors import ConfigError, ModelLoadError, UnsupportedError
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
@@ -101,7 +101,8 @@ def make(variant: str, dtype: torch.dtype) -> tuple[Eagle3Model, dict[str, Tenso
     values = {**outer, "transformer_layer_config": {k: v for k, v in flat.items() if k not in outer}}
     values["speculators_model_type"] = "eagle3"
     target = stand_in_target(hidden=H, vocab=V, layers=4, dtype=dtype)
-    return Eagle3Model(parse_eagle3(values, target.config), TensorTable(tensors), target), tensors, flat
+    config, table = parse_eagle3(values, target.config), TensorTable(tensors)
+    return Eagle3Model(config, table, target, draft_ids(table, config, target.device)), tensors, flat
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

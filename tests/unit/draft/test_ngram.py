@@ -42,7 +42,7 @@ def view(histories: list[list[int]], *, drafted: int = 0, accepted: int = 0) -> 
     params = SlotParams(mode=zero, key=zero, child=zero, temperature=real, top_k=zero, top_p=real, min_p=real)
     return DraftView(
         slot_B=torch.arange(1, b + 1), committed_B=torch.tensor([len(h) - 1 for h in histories]),
-        drafted_B=zero + drafted, accepted_B=zero + accepted, emitted_B=zero + accepted + 1, fresh_B=zero > 0,
+        drafted_B=zero + drafted, accepted_B=zero + accepted, emitted_B=zero + accepted + 1,
         rows=no_rows(zero), history_SL=table, committed_S=zero, table_SP=zero[:, None],
         params=params, len_ub=longest + 2, first_page=(), sampled=False, filtered=False, rejection=False, coupled=False,
     )  # fmt: skip

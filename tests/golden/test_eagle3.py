@@ -15,6 +15,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.attention.dense import DenseCausal
 from slipstream.draft.eagle3 import Eagle3Drafter
 from slipstream.draft.eagle3_model import Eagle3Model, load_eagle3
+from slipstream.draft.tree import TreeShape, expand, expand_root, rerank, seen_mask
 from slipstream.kernels.workspace import Workspace
 from slipstream.models.config import read_json
 from slipstream.models.layers import Embedding
@@ -70,6 +71,42 @@ def test_extend_and_chain(golden_dir: Path, case: str, dtype: torch.dtype) -> No
         ("logits", "chain_logits"),
     ):  # fmt: skip
         torch.testing.assert_close(got[mine].float(), expected[theirs], **CLOSE)
+
+
+def next_logp(head: Eagle3Model, expected: dict[str, Tensor], path: list[int]) -> Tensor:
+    """Log-probabilities over the draft vocabulary after the prefix and `path`, by one dense chain over that path."""
+    x_LH = head.fuse(expected["aux_hidden_states"].to(head.dtype).chunk(len(head.taps), -1))
+    tokens, rotary = expected["token_ids"][1:], head.rotary(64)
+    for token in [*path, None]:
+        at = torch.arange(len(tokens))
+        state, normed = head.forward(tokens, x_LH, at, rotary, DenseCausal(at))
+        if token is not None:
+            tokens, x_LH = torch.cat([tokens, torch.tensor([token])]), torch.cat([x_LH, state[-1:]])
+    return head.logits(normed)[-1].log_softmax(0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tree(golden_dir: Path, case: str) -> None:
+    """The functions of draft/tree.py over the head's own laws grow the reference's tree."""
+    shape = TreeShape(**json.loads((golden_dir / case / "expected.json").read_text())["tree"])
+    with torch.inference_mode():
+        head, expected = load(golden_dir / case)
+        ids = torch.arange(head.vocab_size) if head.id_D is None else head.id_D
+        levels, paths = [expand_root(next_logp(head, expected, [])[None], shape.topk)], list[list[int]]()
+        for _ in range(1, shape.levels):
+            level = levels[-1]
+            parents, drafts = level.parent_BC[0].tolist(), ids[level.draft_BC[0]].tolist()
+            paths += [[*(paths[p] if p >= 0 else []), t] for p, t in zip(parents, drafts, strict=True)]
+            frontier = [paths[level.first + c] for c in level.frontier_BK[0].tolist()]
+            levels.append(expand(torch.stack([next_logp(head, expected, p) for p in frontier])[None], level))
+        tree = rerank(levels, shape.total, expected["token_ids"][-1:], head.id_D)
+    assert tree.token_BN[0].tolist() == expected["tree_token_ids"].tolist()
+    assert tree.parent_BN[0].tolist() == expected["tree_parents"].tolist()
+    assert tree.depth_BN[0].tolist() == expected["tree_depth"].tolist()
+    base = len(expected["token_ids"]) - 1
+    assert (base + tree.depth_BN[0]).tolist() == expected["tree_positions"].tolist()
+    assert torch.equal(seen_mask(tree.parent_BN, shape.levels)[0], expected["tree_mask"])
+    torch.testing.assert_close(tree.score_BN[0, 1:], expected["tree_scores"], **CLOSE)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -54,7 +54,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="D",
-        help='"ngram", or the path of a draft model with the same vocabulary (default: none)',
+        help='"ngram", or a draft (folder or hub id): an EAGLE-3, DFlash or DSpark head for the model, or a smaller '
+        "model with the same vocabulary (default: none)",
     )
     group.add_argument("--num-drafts", type=int, metavar="K", help=f"drafts per round, at most {MAX_DRAFTS}")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: cuda when there is one")

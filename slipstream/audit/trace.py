@@ -335,7 +335,7 @@ def profile(path: str | Path, *, frame: str = "frame") -> Iterator[Profile]:
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     result = Profile(Path(path), frame)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         yield result
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # so that the device work of the last frames is in the trace

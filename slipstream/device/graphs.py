@@ -169,7 +169,7 @@ class FrameGraphs:
         return graph, record
 
     def run(self, plan: FramePlan) -> Tensor:
-        """Replay a decode frame; its record stays valid until the same shape runs again."""
+        """Replay a decode frame; its record stays valid until another graph of the pool runs."""
         record = self._replay(Shape(len(plan.decode), plan.width, plan.sampled or plan.min_tokens))
         assert record is not None
         return record

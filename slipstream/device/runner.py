@@ -69,7 +69,9 @@ class Device:
         slots = plan.decode
         if plan.decode:
             if self.graphs is not None:
-                records.append(self.graphs.run(plan))
+                record_BC = self.graphs.run(plan)
+                # The graphs share one pool: a chunk's graph may use what this one has left behind.
+                records.append(record_BC.clone() if plan.prefill else record_BC)
             else:
                 records.append(frame.decode(plan, state.decode_B[: len(plan.decode)]))
         if plan.prefill:

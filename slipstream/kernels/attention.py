@@ -79,7 +79,8 @@ def _(
         assert need <= partial.numel() and tiles <= counters.numel(), "the workspace is too small"
     out_RND = torch.empty_like(q_RND, memory_format=torch.contiguous_format)
     attention.launch_paged_attention(
-        q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R, pos_R, tree_R, partial, counters,
+        q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R.contiguous(), pos_R.contiguous(), tree_R,
+        partial, counters,
         scale=scale, config=c, first_cell=first_cell, pdl=pdl,
     )  # fmt: skip
     return out_RND

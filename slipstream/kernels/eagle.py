@@ -81,6 +81,6 @@ def _(
     rows, hidden = x_RH.shape
     joined, normed_RH = x_RH.new_empty(rows, 2 * hidden), x_RH.new_empty(rows, hidden)
     eagle.launch_join_norms(
-        token_R, embed_VH, x_RH.contiguous(), embed_gain_H, gain_H, joined, normed_RH, eps=eps, pdl=pdl
+        token_R.contiguous(), embed_VH, x_RH.contiguous(), embed_gain_H, gain_H, joined, normed_RH, eps=eps, pdl=pdl
     )
     return joined, normed_RH

@@ -262,8 +262,9 @@ def _(
         raise UnsupportedError(f"qk-norm fused with the qkv product needs a head size that divides 128, not {dim}")
     q_RND = x_RH.new_empty(x_RH.shape[0], heads, dim)
     rope = gemm.Rope(
-        k=k_PSKD, v=v_PSKD, cos=cos_LD, sin=sin_LD, q_gain=q_gain_D, k_gain=k_gain_D, table=table_SP, slot=slot_R,
-        rope_pos=rope_pos_R, kv_pos=kv_pos_R, heads=heads, eps=qk_eps,
+        k=k_PSKD, v=v_PSKD, cos=cos_LD, sin=sin_LD, q_gain=q_gain_D, k_gain=k_gain_D, table=table_SP,
+        slot=slot_R.contiguous(), rope_pos=rope_pos_R.contiguous(), kv_pos=kv_pos_R.contiguous(), heads=heads,
+        eps=qk_eps,
     )  # fmt: skip
     gemm.launch_stream_gemm(
         x_RH, w_MH, q_RND, epi=gemm.ROPE, config=c, bias=bias_M, sq_in=sq_TR, eps=eps, ws=partial, counters=counters,

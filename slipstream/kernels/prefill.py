@@ -74,7 +74,8 @@ def _(
     rows, heads, dim = q_RND.shape
     out_RND = torch.empty_like(q_RND, memory_format=torch.contiguous_format)
     prefill.launch_prefill_attention(
-        q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R, pos_R, tile_T, scale=scale,
+        q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R.contiguous(), pos_R.contiguous(), tile_T,
+        scale=scale,
         rows_per_tile=rows_per_tile(rows, heads // k_PSKD.shape[2], dim, q_RND.element_size()),
         config=prefill_config(rows, dim, q_RND.element_size()), first_cell=first_cell,
     )  # fmt: skip

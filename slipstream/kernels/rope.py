@@ -98,7 +98,8 @@ def _(
 
     q_RND = qkv_RM.new_empty(qkv_RM.shape[0], heads, k_PSKD.shape[3])
     rope.launch_rope_kv_write(
-        qkv_RM.contiguous(), q_RND, k_PSKD, v_PSKD, cos_LD, sin_LD, q_gain_D, k_gain_D, table_SP, slot_R,
-        rope_pos_R, kv_pos_R, heads=heads, eps=eps, bias=bias_M, sq=sq_TR, width=width, norm_eps=norm_eps, pdl=pdl,
+        qkv_RM.contiguous(), q_RND, k_PSKD, v_PSKD, cos_LD, sin_LD, q_gain_D, k_gain_D, table_SP,
+        slot_R.contiguous(), rope_pos_R.contiguous(), kv_pos_R.contiguous(), heads=heads, eps=eps,
+        bias=bias_M, sq=sq_TR, width=width, norm_eps=norm_eps, pdl=pdl,
     )  # fmt: skip
     return q_RND

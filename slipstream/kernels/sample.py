@@ -167,8 +167,8 @@ def _(
     peak_R, threshold_R = (logits_RV.new_empty(logits_RV.shape[0]) for _ in range(2))
     token_R = torch.empty_like(peak_R, dtype=torch.int64)
     filters.launch_row_threshold(
-        logits_RV, slot_R, pos_R, temperature_S, top_k_S, top_p_S, min_p_S, stop_ids_ST, min_len_S, peak_R,
-        threshold_R, token_R, filters.scratch(logits_RV), filtered=filtered,
+        logits_RV, slot_R.contiguous(), pos_R.contiguous(), temperature_S, top_k_S, top_p_S, min_p_S, stop_ids_ST,
+        min_len_S, peak_R, threshold_R, token_R, filters.scratch(logits_RV), filtered=filtered,
     )  # fmt: skip
     return peak_R, threshold_R, token_R
 
@@ -183,7 +183,7 @@ def _(
 
     target_R, residual_R, p_R = torch.empty_like(greedy_R), torch.empty_like(greedy_R), torch.empty_like(peak_R)
     sample.launch_race_rows(
-        logits_RV, peak_R, threshold_R, greedy_R, slot_R, pos_R, temperature_S, mode_S, key_S, child_S, committed_S,
-        pending_SW, q_SKV, target_R, residual_R, p_R,
+        logits_RV, peak_R, threshold_R, greedy_R, slot_R.contiguous(), pos_R.contiguous(), temperature_S, mode_S,
+        key_S, child_S, committed_S, pending_SW, q_SKV, target_R, residual_R, p_R,
     )  # fmt: skip
     return target_R, residual_R, p_R

@@ -148,7 +148,7 @@ def good_print(e):
 
 @form
 def bad_equal(e):
-    return torch.equal(e.x, e.x)  # plant: host-read
+    return torch.equal(e.x, e.x.clone())  # plant: host-read
 
 
 @form
@@ -490,7 +490,7 @@ def bad_blocking(e):
 
 @form
 def good_blocking(e):
-    e.xx.copy_(e.xx.t())
+    e.xx.copy_((e.xx + 1).t())
 
 
 @form

@@ -17,7 +17,7 @@ from slipstream.attention.protocol import AttentionContext
 from slipstream.device.state import SlotState
 from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView, TargetRows
 from slipstream.kernels import frame as ops
-from slipstream.kernels.draft import offered
+from slipstream.kernels.draft import offer, offer_drafts
 from slipstream.kernels.sample import argmax_rows, race_rows, row_threshold
 from slipstream.memory.kv import KVPages
 from slipstream.sampling.processors import process_logits
@@ -260,7 +260,7 @@ class Frame:
                 len_ub=min(len_ub + 1, state.history_SL.shape[1]), first_page=first_page,
                 sampled=plan.sampled, filtered=plan.filtered, rejection=plan.rejection, coupled=plan.coupled,
             )  # fmt: skip
-            record_BC[:, 5] = self._draft(self.drafter, view, slot_B, live_B)
+            self._draft(self.drafter, view, slot_B, record_BC)
         return record_BC
 
     def _close_sampled(
@@ -297,16 +297,16 @@ class Frame:
             filtered=plan.filtered,
         )
 
-    def _draft(self, drafter: Drafter, view: DraftView, slot_B: Tensor, live_B: Tensor) -> Tensor:
+    def _draft(self, drafter: Drafter, view: DraftView, slot_B: Tensor, record_BC: Tensor) -> None:
         state = self.state
         drafts = drafter.propose(drafter.extend(view), view)
-        k = drafts.token_BK.shape[1]
-        count_B = offered(drafts.count_B, live_B, view.committed_B, state.max_len_S[slot_B], state.max_drafts_S[slot_B])
-        state.pending_SW[slot_B, 1 : k + 1] = drafts.token_BK
-        state.draft_count_S[slot_B] = count_B
+        put = offer_drafts if self.kernels else offer
+        put(
+            drafts.token_BK, drafts.count_B, record_BC, slot_B, state.active_S, state.committed_S, state.max_len_S,
+            state.max_drafts_S, state.pending_SW, state.draft_count_S,
+        )  # fmt: skip
         if drafts.q_BKV is not None and state.draft_q is not None:
-            state.draft_q[slot_B, :k] = drafts.q_BKV
-        return count_B
+            state.draft_q[slot_B, : drafts.token_BK.shape[1]] = drafts.q_BKV
 
 
 def _spans(plan: FramePlan) -> list[tuple[int, int, int, int]]:

@@ -123,7 +123,7 @@ class Eagle3Drafter:
             attention = self._attention(view, grid, slot_R, cell_R, rows.slot_B, view.len_ub)
             out = self._run(token_R, self.model.fuse(rows.taps), cell_R, attention, last_B)
         token_B, q_BV = self._choose(out, view, 0)
-        count_B = (view.slot_B > 0).to(torch.int64) * self.max_drafts
+        count_B = torch.full_like(view.slot_B, self.max_drafts)
         return FirstDraft(token_B=token_B, count_B=count_B, q_BV=q_BV, state_BH=out.state_BH)
 
     def propose(self, first: FirstDraft, view: DraftView) -> Drafts:

@@ -74,6 +74,32 @@ def offered(count_B: Tensor, live_B: Tensor, committed_B: Tensor, max_len_B: Ten
     return torch.where(live_B, torch.minimum(torch.minimum(count_B, max_drafts_B), fits_B), 0)
 
 
+def offer(
+    token_BK: Tensor, count_B: Tensor, record_BC: Tensor, slot_B: Tensor, active_S: Tensor, committed_S: Tensor,
+    max_len_S: Tensor, max_drafts_S: Tensor, pending_SW: Tensor, draft_count_S: Tensor,
+) -> None:  # fmt: skip
+    """Write a round's drafts to slot state, and how many of them the next frame may verify to state and record.
+
+    count_B: how many the drafter offers; a slot that has ended gets none.
+    """
+    live_B, end_B = active_S[slot_B] > 0, committed_S[slot_B]
+    count_B = offered(count_B, live_B, end_B, max_len_S[slot_B], max_drafts_S[slot_B])
+    pending_SW[slot_B, 1 : 1 + token_BK.shape[1]] = token_BK
+    draft_count_S[slot_B] = count_B
+    record_BC[:, 5] = count_B
+
+
+@torch.library.custom_op(OP + "offer_drafts", mutates_args=("record_BC", "pending_SW", "draft_count_S"))
+def offer_drafts(
+    token_BK: Tensor, count_B: Tensor, record_BC: Tensor, slot_B: Tensor, active_S: Tensor, committed_S: Tensor,
+    max_len_S: Tensor, max_drafts_S: Tensor, pending_SW: Tensor, draft_count_S: Tensor,
+) -> None:  # fmt: skip
+    """`offer` in one launch."""
+    offer(
+        token_BK, count_B, record_BC, slot_B, active_S, committed_S, max_len_S, max_drafts_S, pending_SW, draft_count_S
+    )
+
+
 @torch.library.custom_op(
     OP + "ngram_draft",
     mutates_args=("record_BC", "pending_SW", "draft_count_S", "hits_SN", "tries_SN", "matched_S"),
@@ -108,6 +134,14 @@ def ngram_draft(
     record_BC[:, 5] = count_B
 
 
+@offer_drafts.register_fake
+def _(
+    token_BK: Tensor, count_B: Tensor, record_BC: Tensor, slot_B: Tensor, active_S: Tensor, committed_S: Tensor,
+    max_len_S: Tensor, max_drafts_S: Tensor, pending_SW: Tensor, draft_count_S: Tensor,
+) -> None:  # fmt: skip
+    return None
+
+
 @ngram_draft.register_fake
 def _(
     record_BC: Tensor, slot_B: Tensor, active_S: Tensor, committed_S: Tensor, max_len_S: Tensor, max_drafts_S: Tensor,
@@ -115,6 +149,19 @@ def _(
     matched_S: Tensor, cost_W: Tensor, min_n: int, gate: bool,
 ) -> None:  # fmt: skip
     return None
+
+
+@offer_drafts.register_kernel("cuda")
+def _(
+    token_BK: Tensor, count_B: Tensor, record_BC: Tensor, slot_B: Tensor, active_S: Tensor, committed_S: Tensor,
+    max_len_S: Tensor, max_drafts_S: Tensor, pending_SW: Tensor, draft_count_S: Tensor,
+) -> None:  # fmt: skip
+    from slipstream.kernels.jit import draft
+
+    draft.launch_offer(
+        token_BK.contiguous(), count_B.contiguous(), record_BC, slot_B, active_S, committed_S, max_len_S,
+        max_drafts_S, pending_SW, draft_count_S,
+    )  # fmt: skip
 
 
 @ngram_draft.register_kernel("cuda")

@@ -30,6 +30,7 @@ KERNELS: dict[str, str] = {
     "close_greedy": "slipstream.kernels.frame",
     "close_sampled": "slipstream.kernels.frame",
     "ngram_draft": "slipstream.kernels.draft",
+    "offer_drafts": "slipstream.kernels.draft",
     "feature_rows": "slipstream.kernels.eagle",
     "join_norms": "slipstream.kernels.eagle",
 }

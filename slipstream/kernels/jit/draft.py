@@ -1,6 +1,6 @@
 # mypy: ignore-errors
 # (Triton's device language has no types that mypy could check; the op in kernels/draft.py is typed.)
-"""N-gram drafting: one program per slot walks the slot's history in blocks."""
+"""N-gram drafting: one program per slot walks the slot's history in blocks. Drafts of other drafters: their limits."""
 
 from __future__ import annotations
 
@@ -86,6 +86,31 @@ def ngram_draft_kernel(
     else:
         tl.store(count_ptr + slot, tl.zeros_like(slot))
         tl.store(record + 5, tl.zeros_like(slot))
+
+
+@triton.jit
+def offer_kernel(
+    token_ptr, wish_ptr, record_ptr, slot_ptr, active_ptr, committed_ptr, max_len_ptr, max_drafts_ptr, pending_ptr,
+    count_ptr, C, PW, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,)."""
+    b = tl.program_id(0)
+    slot = tl.load(slot_ptr + b)
+    k = tl.arange(0, KP)
+    tl.store(pending_ptr + slot * PW + 1 + k, tl.load(token_ptr + b * K + k, mask=k < K, other=0), mask=k < K)
+    fits = tl.maximum(tl.load(max_len_ptr + slot) - tl.load(committed_ptr + slot) - 2, 0)
+    count = tl.minimum(tl.minimum(tl.load(wish_ptr + b), tl.load(max_drafts_ptr + slot)), fits)
+    count = tl.where(tl.load(active_ptr + slot) > 0, count, 0)
+    tl.store(count_ptr + slot, count)
+    tl.store(record_ptr + b * C + 5, count)
+
+
+def launch_offer(token, wish, record, slot, active, committed, max_len, max_drafts, pending, count):
+    drafts = token.shape[1]
+    offer_kernel[(slot.shape[0],)](
+        token, wish, record, slot, active, committed, max_len, max_drafts, pending, count, record.shape[1],
+        pending.shape[1], K=drafts, KP=triton.next_power_of_2(drafts), num_warps=1,
+    )  # fmt: skip
 
 
 def launch_ngram_draft(

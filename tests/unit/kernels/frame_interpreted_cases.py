@@ -108,3 +108,18 @@ def test_ngram_draft(gate: bool, min_n: int, max_n: int, monkeypatch: pytest.Mon
     for a, b in zip(memory[:2], theirs[:2], strict=True):
         assert torch.allclose(a[1:], b[1:], rtol=1e-6)
     assert len(set(want[:, 5].tolist())) >= 3 and not live.all()
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_offer_drafts(drafts: int) -> None:
+    state, slot = random_state(SLOTS, 3, seed=2), slot_list(SLOTS, PADDING)
+    mine, record = state.copy(), torch.randint(0, 4, (B, 10))
+    want, token, wish = record.clone(), torch.randint(0, 90, (B, drafts)), torch.randint(0, drafts + 1, (B,))
+
+    def rest(s: State) -> tuple[torch.Tensor, ...]:
+        return slot, s.active, s.committed, s.max_len, s.max_drafts, s.pending, s.draft_count
+
+    draft.launch_offer(token, wish, record, *rest(mine))
+    ops_draft.offer(token, wish, want, *rest(state))
+    assert torch.equal(record, want) and same_state(mine, state)
+    assert len(set(want[:, 5].tolist())) > 1 and not (state.active[slot] > 0).all()

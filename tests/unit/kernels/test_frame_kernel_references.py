@@ -108,6 +108,9 @@ def test_fakes_and_schemas() -> None:
     for synthetic in (None, 2.5):
         opcheck(library.close_greedy.default, (*greedy, synthetic), test_utils=checks)
     s = state.copy()
+    offered = (torch.zeros(8, 3).long(), torch.ones(8).long(), torch.zeros(8, 10).long(), slot)
+    rest = (s.active, s.committed, s.max_len, s.max_drafts, s.pending, s.draft_count)
+    opcheck(library.offer_drafts.default, (*offered, *rest), test_utils=checks)
     opcheck(
         library.ngram_draft.default,
         (

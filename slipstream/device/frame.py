@@ -88,6 +88,7 @@ class Frame:
         self.in_place = drafter if self.kernels and isinstance(drafter, InPlaceDrafter) else None
         self.taps = drafter.taps if drafter is not None else ()
         self.reads_hidden = drafter is not None and drafter.reads_hidden
+        self.laws = state.laws() if self.kernels else None
         self.heads_per_kv = model.config.num_heads // model.config.num_kv_heads
 
     def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:
@@ -256,7 +257,7 @@ class Frame:
                 committed_B=torch.where(live_B, state.committed_S[slot_B], 0),
                 drafted_B=record_BC[:, 3], accepted_B=record_BC[:, 2], emitted_B=record_BC[:, 1],
                 rows=rows, history_SL=state.history_SL, committed_S=state.committed_S, table_SP=state.table_SP,
-                params=(state.params(slot_B) if params is None else params) if sampled else None,
+                params=params if sampled else None, laws=self.laws if sampled else None,
                 len_ub=min(len_ub + 1, state.history_SL.shape[1]), first_page=first_page,
                 sampled=plan.sampled, filtered=plan.filtered, rejection=plan.rejection, coupled=plan.coupled,
             )  # fmt: skip

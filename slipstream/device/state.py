@@ -12,7 +12,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from slipstream.sampling.slot_params import SlotParams
+from slipstream.sampling.slot_params import SlotLaws, SlotParams
 from slipstream.types import MAX_STOP_IDS
 
 
@@ -102,6 +102,14 @@ class SlotState:
         self.draft_q = (
             torch.zeros(s, num_drafts, draft_vocab, dtype=real, device=device) if draft_vocab and num_drafts else None
         )
+
+    def laws(self) -> SlotLaws:
+        """Slot state for kernels that read it by slot id."""
+        params = SlotParams(
+            mode=self.mode_S, key=self.key_S, child=self.child_S, temperature=self.temperature_S, top_k=self.top_k_S,
+            top_p=self.top_p_S, min_p=self.min_p_S,
+        )  # fmt: skip
+        return SlotLaws(params=params, stop_ids_ST=self.stop_ids_ST, min_len_S=self.min_len_S, q_SKV=self.draft_q)
 
     def params(self, slot: Tensor) -> SlotParams:
         """Gather the sampling state of `slot` [B] or [R]."""

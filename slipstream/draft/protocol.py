@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from slipstream.sampling.slot_params import SlotParams
+from slipstream.sampling.slot_params import SlotLaws, SlotParams
 from slipstream.types import Admit
 
 
@@ -44,7 +44,8 @@ class DraftView:
     that were kept. rows: the rows that the target verified; of a slot that has just left prefill its last prompt row.
     history_SL [S, L], committed_S, table_SP: slot state, read only.
     len_ub: host bound on c + 1. sampled, filtered, rejection, coupled: as in FramePlan; params: None where nothing is
-    sampled.
+    sampled, or where `laws` stands for it: there tokens are chosen by kernels that read slot state, and the laws of
+    drafts go straight to laws.q_SKV (`draft.choose` does that).
     """
 
     slot_B: Tensor
@@ -57,6 +58,7 @@ class DraftView:
     committed_S: Tensor
     table_SP: Tensor
     params: SlotParams | None
+    laws: SlotLaws | None
     len_ub: int
     first_page: Sequence[int]
     sampled: bool

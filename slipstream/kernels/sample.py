@@ -42,7 +42,7 @@ def row_threshold(
     promises that every filter is off; the threshold is then -inf. temperature, top_p, min_p: float64 [S].
     """
     ban_stop_ids(logits_RV, stop_ids_ST[slot_R], pos_R + 1 < min_len_S[slot_R])
-    scaled_RV, greedy_R = _scaled(logits_RV, temperature_S[slot_R])
+    scaled_RV, greedy_R = scaled_logits(logits_RV, temperature_S[slot_R])
     peak_R, token_R = scaled_RV.amax(1), scaled_RV.argmax(1)
     if not filtered:
         return peak_R, torch.full_like(peak_R, float("-inf")), token_R
@@ -54,7 +54,8 @@ def row_threshold(
     return peak_R, threshold_R1[:, 0].contiguous(), token_R
 
 
-def _scaled(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]:
+def scaled_logits(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]:
+    """logits / temperature, and which rows are greedy: those are left as they are."""
     greedy_R = temperature_R <= 0
     scale_R = torch.where(greedy_R, 1.0, temperature_R.to(torch.float32).clamp(min=MIN_TEMPERATURE))
     return logits_RV / scale_R[:, None], greedy_R
@@ -75,7 +76,7 @@ def race_rows(
     Weights are exp(logit - peak), without the sum below them: a race does not see a factor.
     """
     vocab = logits_RV.shape[1]
-    scaled_RV, _ = _scaled(logits_RV, temperature_S[slot_R])
+    scaled_RV, _ = scaled_logits(logits_RV, temperature_S[slot_R])
     weight_RV = torch.where(scaled_RV >= threshold_R[:, None], (scaled_RV - peak_R[:, None]).exp(), 0.0)
     mode_R, key_R, child_R, base_R = (t[slot_R] for t in (mode_S, key_S, child_S, committed_S))
     depth_R = pos_R - base_R

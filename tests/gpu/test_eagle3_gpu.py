@@ -109,3 +109,23 @@ def test_rounds_of_the_reference(golden_dir: Path, graphs: bool, run_ahead: int,
                 assert out.outputs[0].token_ids == prompt["output_ids"]
                 assert abs(out.spec.rounds - len(prompt["chain"]["rounds"])) <= 1
         llm.check_idle()
+
+
+def test_sampled_drafts_are_accepted_and_their_laws_are_laws(golden_dir: Path) -> None:
+    """Unseeded and seeded slots: drafts of either kind hold, and q is zero outside the draft vocabulary."""
+    case = json.loads((golden_dir / "e2e_eagle3" / "expected.json").read_text())
+    prompts = [p["prompt_ids"] for p in case["prompts"]] * 4
+    with LLM(
+        model=str(golden_dir / "e2e_target"), draft=str(golden_dir / "e2e_eagle3"), num_drafts=4, device="cuda",
+        dtype="float32", max_slots=16, max_model_len=128,
+    ) as llm:  # fmt: skip
+        for seed in (None, 5):
+            params = SamplingParams(temperature=0.7, top_p=0.95, seed=seed, max_tokens=48, ignore_eos=True)
+            outs = llm.generate(prompts, params)
+            assert sum(o.spec.emitted for o in outs) / sum(o.spec.rounds for o in outs) > 2.0
+        frame = llm._built.device.frame
+        q, ids = frame.state.draft_q, frame.drafter.model.id_D
+        used = q.sum(2) > 0
+        assert used[1:13].all() and torch.allclose(q.sum(2)[used], torch.ones(()).cuda(), atol=1e-4)
+        assert not q.index_fill(2, ids, 0.0).any()
+        llm.check_idle()

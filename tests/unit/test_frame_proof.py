@@ -25,9 +25,13 @@ def test_the_frame_is_clean(kind: str) -> None:
     times = {"library": 8, "model": 8, "eagle3": 4 + 12, "eagle3-sampled": 4 + 12}.get(kind, 4)
     assert proof.kernels[f"slipstream::{TWO_LAYERS_TWO_FRAMES[kind]}"] == times
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
-    ops = ("row_threshold", "race_rows", "close_sampled", "close_greedy")
-    counts = [proof.kernels.get(f"slipstream::{op}", 0) for op in ops]
-    assert counts == ([4, 4, 4, 0] if kind in ("sampled", "dspark", "model", "eagle3-sampled") else [0, 0, 0, 4])
+    sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled")
+    ops = ("race_rows", "close_sampled", "close_greedy")
+    assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops] == ([4, 4, 0] if sampled else [0, 0, 4])
+    # Drafters choose three tokens after each of them.
+    chosen = 12 if sampled and kind != "sampled" else 0
+    assert proof.kernels.get("slipstream::draft_choice", 0) == chosen
+    assert proof.kernels.get("slipstream::row_threshold", 0) == (4 + chosen if sampled else 0)
 
 
 @pytest.mark.parametrize(

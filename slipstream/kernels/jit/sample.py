@@ -40,7 +40,7 @@ def argmax_tiles_kernel(x_ptr, best_ptr, where_ptr, R, V, BLOCK: tl.constexpr, P
 
 
 @triton.jit
-def _best(best_ptr, where_ptr, row, R, tiles, TB: tl.constexpr):
+def best_of_tiles(best_ptr, where_ptr, row, R, tiles, TB: tl.constexpr):
     """Best value over the tiles and the lowest index that has it."""
     t = tl.arange(0, TB)
     best = tl.load(best_ptr + t * R + row, mask=t < tiles, other=float("-inf"))
@@ -56,7 +56,7 @@ def argmax_finish_kernel(best_ptr, where_ptr, out_ptr, R, tiles, V, TB: tl.const
     if PDL:
         tlx.gdc_launch_dependents()
         tlx.gdc_wait()
-    _, token = _best(best_ptr, where_ptr, row, R, tiles, TB)
+    _, token = best_of_tiles(best_ptr, where_ptr, row, R, tiles, TB)
     # A row of NaN has no maximum; any id inside the vocabulary is as good.
     tl.store(out_ptr + row, tl.minimum(token, V - 1).to(tl.int64))
 
@@ -86,14 +86,14 @@ def weights_kernel(
 
 
 @triton.jit
-def _store_best(score, i, at, best_ptr, where_ptr):
+def store_best(score, i, at, best_ptr, where_ptr):
     top = tl.max(score, axis=0)
     tl.store(best_ptr + at, top)
     tl.store(where_ptr + at, tl.min(tl.where(score == top, i, _NOWHERE), axis=0))
 
 
 @triton.jit
-def _sum_of(sum_ptr, row, R, tiles, TB: tl.constexpr):
+def sum_of_tiles(sum_ptr, row, R, tiles, TB: tl.constexpr):
     t = tl.arange(0, TB)
     return tl.sum(tl.load(sum_ptr + t * R + row, mask=t < tiles, other=0.0), axis=0)
 
@@ -127,17 +127,17 @@ def race_kernel(
         noise = exponential(word, i)
         at = tile * R + row
         # Division as IEEE has it: an approximate one could turn a near tie.
-        _store_best(tl.where(ok, tl.div_rn(weight, noise), -1.0), i, at, best_ptr, where_ptr)
+        store_best(tl.where(ok, tl.div_rn(weight, noise), -1.0), i, at, best_ptr, where_ptr)
         if mode == _REJECTION:
             if DENSE:
                 held = (depth >= 0) & (depth < K)
                 q = tl.load(q_ptr + (slot * K + depth) * V + i, mask=ok & held, other=0.0).to(tl.float32)
-                rest = tl.maximum(tl.div_rn(weight, _sum_of(sum_ptr, row, R, tiles, TB)) - q, 0.0)
+                rest = tl.maximum(tl.div_rn(weight, sum_of_tiles(sum_ptr, row, R, tiles, TB)) - q, 0.0)
             else:
                 tl.store(sum_ptr + at, tl.sum(weight, axis=0))
                 rest = tl.where(i == draft, 0.0, weight)
             score = tl.where(ok, tl.div_rn(rest, noise), -1.0)
-            _store_best(score, i, tiles * R + at, best_ptr, where_ptr)
+            store_best(score, i, tiles * R + at, best_ptr, where_ptr)
 
 
 @triton.jit(do_not_specialize=["R", "tiles"])
@@ -153,16 +153,16 @@ def race_finish_kernel(
     other = token
     p = tl.load(peak_ptr + row) * 0.0
     if mode != _GREEDY:
-        _won, token = _best(best_ptr, where_ptr, row, R, tiles, TB)
+        _won, token = best_of_tiles(best_ptr, where_ptr, row, R, tiles, TB)
         other = token
         if mode == _REJECTION:
-            top, beyond = _best(best_ptr + tiles * R, where_ptr + tiles * R, row, R, tiles, TB)
+            top, beyond = best_of_tiles(best_ptr + tiles * R, where_ptr + tiles * R, row, R, tiles, TB)
             other = tl.where(top > 0.0, beyond, token)  # nothing left: q = p up to rounding
             _depth, draft = _depth_and_draft(slot, tl.load(pos_ptr + row), committed_ptr, pending_ptr, PW)
             draft = tl.minimum(tl.maximum(draft, 0), V - 1)
             x = tl.div_rn(tl.load(logits_ptr + row.to(tl.int64) * V + draft), row_scale(temperature_ptr, slot))
             weight = tl.where(x >= tl.load(threshold_ptr + row), exp(x - tl.load(peak_ptr + row)), 0.0)
-            p = tl.div_rn(weight, _sum_of(sum_ptr, row, R, tiles, TB))
+            p = tl.div_rn(weight, sum_of_tiles(sum_ptr, row, R, tiles, TB))
     tl.store(target_out + row, tl.minimum(token, V - 1).to(tl.int64))
     tl.store(residual_out + row, tl.minimum(other, V - 1).to(tl.int64))
     tl.store(p_out + row, p)

@@ -44,7 +44,8 @@ def view(histories: list[list[int]], *, drafted: int = 0, accepted: int = 0) -> 
         slot_B=torch.arange(1, b + 1), committed_B=torch.tensor([len(h) - 1 for h in histories]),
         drafted_B=zero + drafted, accepted_B=zero + accepted, emitted_B=zero + accepted + 1,
         rows=no_rows(zero), history_SL=table, committed_S=zero, table_SP=zero[:, None],
-        params=params, len_ub=longest + 2, first_page=(), sampled=False, filtered=False, rejection=False, coupled=False,
+        params=params, laws=None,
+        len_ub=longest + 2, first_page=(), sampled=False, filtered=False, rejection=False, coupled=False,
     )  # fmt: skip
 
 

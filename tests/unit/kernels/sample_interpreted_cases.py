@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels import choice as ops_choice
 from slipstream.kernels import frame as ops_frame
-from slipstream.kernels.jit import filters, frame, numbers, sample
+from slipstream.kernels import sample as ops_sample
+from slipstream.kernels.jit import choice, filters, frame, numbers, sample
 from slipstream.sampling.rng import noise_from_words
 from tests.support.frame_kernel_cases import same_state
 from tests.support.sample_cases import Case, random_case, torch_frame
@@ -139,3 +141,26 @@ def test_noise_is_that_of_the_counter_rng() -> None:
     out = poison(1, 4096)
     dump[(1,)](words, out, V=4096)
     assert torch.allclose(out, noise_from_words(words, 4096, torch.float32), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_draft_choice(part: bool, dense: bool) -> None:
+    vocab, step = 1100, 2
+    case = random_case(slots=SLOTS, vocab=vocab, width=4, seed=3, dense=True)
+    ids = torch.randperm(vocab)[:700].sort().values if part else None
+    slot, s, state = case.slot, case.sampling, case.state
+    if not dense:  # a promise that nobody is judged by rejection
+        s.mode.clamp_(max=1)
+    logits = torch.randn(slot.shape[0], 700 if part else vocab) * 3
+    q = case.q if dense else None
+    never = torch.full_like(slot, 1 << 40)
+    peak, threshold, greedy = ops_sample.row_threshold(
+        logits, slot, never, *case.wanted, state.stop_ids, s.min_len, True
+    )
+    mine, out = None if q is None else q.clone(), torch.full_like(slot, -77)
+    rest = (peak, threshold, greedy, slot, s.temperature, s.mode, state.key, state.child, state.committed)
+    choice.launch_draft_choice(logits, ids, *rest, mine, out, step=step, vocab=vocab)
+    assert torch.equal(out, ops_choice.draft_choice(logits, ids, *rest, q, step, vocab))
+    if q is not None and mine is not None:
+        assert torch.allclose(mine[1:], q[1:], atol=1e-7, rtol=1e-6) and (s.mode[slot] == 2).any()

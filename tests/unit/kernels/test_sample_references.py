@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
+from slipstream.draft.choose import choose
 from slipstream.kernels import frame as ops_frame
 from slipstream.kernels import sample
+from tests.support.draft_views import sampled_view
 from tests.support.frame_kernel_cases import same_state
-from tests.support.sample_cases import Case, random_case, torch_frame
+from tests.support.sample_cases import REJECTION, Case, random_case, torch_frame
 
 
 def op_frame(case: Case, *, filtered: bool, synthetic: float | None = None) -> tuple[Tensor, Tensor]:
@@ -55,6 +57,35 @@ def test_the_ops_are_process_verify_close(width: int, dense: bool, synthetic: fl
     assert cut >= 10 and (width == 1 or accepted >= {0, 1, 2})
 
 
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_draft_choice_is_choose(part: bool, filtered: bool) -> None:
+    """Tokens of every mode, and the laws of slots judged by rejection, over the whole vocabulary and a part of it."""
+    kinds, ids, vocab = set(), torch.randperm(131)[:77].sort().values if part else None, 131
+    for seed in range(6):
+        case = random_case(slots=40, vocab=vocab, width=4, seed=seed, filtered=filtered, dense=True)
+        slot, q = case.slot, case.q
+        assert q is not None
+        logits = torch.randn(slot.shape[0], 77 if part else vocab) * 3
+        before = q.zero_().clone() if part else q.clone()
+        for step in (0, 2):
+            want, law = choose(
+                logits.clone(), sampled_view(case, slot, filtered=filtered, kernels=False), step, real=torch.float32,
+                vocab=vocab, id_D=ids,
+            )  # fmt: skip
+            got, none = choose(
+                logits.clone(), sampled_view(case, slot, filtered=filtered, kernels=True), step, real=torch.float32,
+                vocab=vocab, id_D=ids,
+            )  # fmt: skip
+            assert none is None and law is not None and torch.equal(got, want)
+            by_coin = (case.sampling.mode[slot] == REJECTION).nonzero()[:, 0]
+            torch.testing.assert_close(q[slot[by_coin], step], law[by_coin], atol=1e-6, rtol=1e-5)
+            before[slot[by_coin], step] = q[slot[by_coin], step]
+            kinds |= set(case.sampling.mode[slot].tolist())
+        assert torch.equal(q, before)
+    assert kinds == {0, 1, 2}
+
+
 def test_fakes_agree() -> None:
     checks = ("test_schema", "test_faketensor")
     case = random_case(slots=4, vocab=50, width=3, seed=1, dense=True)
@@ -68,6 +99,8 @@ def test_fakes_agree() -> None:
         state.committed, state.pending, case.q,
     )  # fmt: skip
     opcheck(ops.race_rows.default, race, test_utils=checks)
+    laws = (s.temperature, s.mode, state.key, state.child, state.committed, case.q, 1, 50)
+    opcheck(ops.draft_choice.default, (case.logits, None, peak, threshold, greedy, slot, *laws), test_utils=checks)
     args = (row_of, rows_B, case.slot, *state.fields, s.mode, state.key, state.child, case.q, None)
     opcheck(ops.close_sampled.default, (*sample.race_rows(*race), *args), test_utils=checks)
 

@@ -55,14 +55,16 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     tokenizer = _tokenizer(config, loaded)
     num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts
     draft_loaded, head = None, None
-    if num_drafts and isinstance(config.draft, str) and config.draft not in ("none", "ngram"):
+    if num_drafts and isinstance(config.draft, str) and config.draft not in ("none", "ngram", "suffix"):
         try:
             head = load_head(
                 config.draft, model, revision=config.revision, load_format=config.load_format, seed=config.seed
             )
             draft_loaded = _load(config, config.draft, device) if head is None else None
         except ModelLoadError as error:
-            raise ModelLoadError(f'draft={config.draft!r} is neither "ngram" nor a model that loads: {error}') from None
+            raise ModelLoadError(
+                f'draft={config.draft!r} is neither "ngram" nor "suffix" nor a model that loads: {error}'
+            ) from None
         if config.num_drafts is None and head is not None:
             num_drafts = getattr(head.model, "max_drafts", num_drafts)
         if draft_loaded is not None:
@@ -273,10 +275,19 @@ def _drafter(
             if name not in ngram:
                 raise ConfigError(f"unknown n-gram option {name!r}; known: {', '.join(sorted(ngram))}")
         return NgramDrafter(slots=engine.max_slots, max_drafts=engine.num_drafts, device=device, **config.draft_options)
+    if config.draft == "suffix":
+        from slipstream.draft.suffix import SuffixDrafter
+
+        for name in config.draft_options:
+            if name not in SuffixDrafter.options:
+                raise ConfigError(f"unknown suffix option {name!r}; known: {', '.join(SuffixDrafter.options)}")
+        return SuffixDrafter(max_drafts=engine.num_drafts, **config.draft_options)
     if callable(config.draft):
         made = config.draft(
             slots=engine.max_slots, max_drafts=engine.num_drafts, max_len=engine.max_model_len, device=device
         )
         if isinstance(made, Drafter):
             return made
-    raise ConfigError(f'draft={config.draft!r} is not a drafter; use None, "ngram" or the path of a draft model')
+    raise ConfigError(
+        f'draft={config.draft!r} is not a drafter; use None, "ngram", "suffix" or the path of a draft model'
+    )

@@ -104,8 +104,9 @@ class LLMConfig:
     """What a user may say about a model and its engine; None or "auto" is decided by `build`.
 
     draft may also be a Drafter factory (tests and benchmarks): called with slots, max_drafts, max_len, device.
-    draft_options go to the drafter (n-gram: min_n, max_n, gate). synthetic_acceptance: mean tokens per round,
-    overrides only the accept decision. capture_seconds, capture_mib: what capturing the frames at start-up may take.
+    draft_options go to the drafter (n-gram: min_n, max_n, gate; suffix: depth, factor, offset,
+    min_prob). synthetic_acceptance: mean tokens per round, overrides only the accept decision. capture_seconds,
+    capture_mib: what capturing the frames at start-up may take.
     gpu_memory_mib: most that weights and pages may take on a GPU, even where more is free.
     verifier: how drafts that were sampled are judged in unseeded requests, "chain"
     or "block" (which accepts at least as much); both keep the target's law.

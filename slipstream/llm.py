@@ -43,10 +43,11 @@ class _Live:
 class LLM:
     """A model with its engine, in this process.
 
-    model: a directory, a GGUF file, a hub id, or None for the default model. draft: None, "ngram" or the path
-    of a draft model (recognised by its config); num_drafts: drafts per frame and slot (default 3). device: "auto",
-    "cpu" or "cuda"; dtype: "auto", "float32", "float64" or "bfloat16"; run_ahead: frames the host may queue before
-    it reads a result. Unknown options are errors. Everything is decided before anything is built: see `resolved`.
+    model: a directory, a GGUF file, a hub id, or None for the default model. draft: None, "ngram",
+    "suffix" or the path of a draft (recognised by its config); num_drafts: drafts per frame and slot (default 3).
+    device: "auto", "cpu" or "cuda"; dtype: "auto", "float32", "float64" or "bfloat16"; run_ahead: frames the host may
+    queue before it reads a result. Unknown options are errors. Everything is decided before anything is built: see
+    `resolved`.
 
     Raises ConfigError for options that cannot work, ModelLoadError for models that cannot be loaded.
     Several threads may call at once: they take turns with the engine, and their requests share its frames.

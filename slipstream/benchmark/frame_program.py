@@ -26,6 +26,7 @@ from slipstream.draft.eagle3_model import dummy_eagle3
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
 from slipstream.draft.standalone import StandaloneDrafter
+from slipstream.draft.suffix import SuffixDrafter
 from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
@@ -84,10 +85,10 @@ PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention",
 def build(kind: str = "greedy", plant: str = "") -> Program:
     """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
 
-    kind: greedy; sampled; dspark: sampled, with a block drafter instead of n-gram; eagle3, eagle3-sampled: with an
-    EAGLE-3 head; library: greedy with the kernels that stand between library products; or model: sampled, with drafts
-    by a model, and the plain pass for both. plant: "module:function" that puts a known fault back into a production
-    function, to see that the proof turns red (tests/unit/test_frame_proof.py).
+    kind: greedy; sampled; suffix: greedy, dspark: sampled, with that drafter instead of n-gram; eagle3, eagle3-sampled:
+    with an EAGLE-3 head; library: greedy with the kernels that stand between library products; or model: sampled, with
+    drafts by a model, and the plain pass for both. plant: "module:function" that puts a known fault back into a
+    production function, to see that the proof turns red (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts)
@@ -101,6 +102,8 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     )  # fmt: skip
     workspace, sampled = Workspace(device), kind in ("sampled", "dspark", "model", "eagle3-sampled")
     drafter: Drafter = NgramDrafter(slots=slots, max_drafts=drafts, device=device)
+    if kind == "suffix":
+        drafter = SuffixDrafter(max_drafts=drafts)
     if kind == "dspark":
         drafter = _block_drafter(model, engine, workspace)
     if kind.startswith("eagle3"):
@@ -130,8 +133,10 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             assert frame.prefill(plan, last=True) is not None
 
     kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS}.get(kind, KERNELS)
-    if kind == "dspark" or kind.startswith("eagle3"):
+    if kind in ("dspark", "suffix") or kind.startswith("eagle3"):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
+    if kind == "suffix":
+        kernels = (*kernels, "slipstream::suffix_places")
     if kind.startswith("eagle3"):
         kernels = (*kernels, *EAGLE_KERNELS)
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))

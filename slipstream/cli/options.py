@@ -54,8 +54,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="D",
-        help='"ngram", or a draft (folder or hub id): an EAGLE-3, DFlash or DSpark head for the model, or a smaller '
-        "model with the same vocabulary (default: none)",
+        help='"ngram", "suffix", or a draft (folder or hub id): an EAGLE-3, DFlash or DSpark head for the model, or a '
+        "smaller model with the same vocabulary (default: none)",
     )
     group.add_argument("--num-drafts", type=int, metavar="K", help=f"drafts per round, at most {MAX_DRAFTS}")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: cuda when there is one")
@@ -136,7 +136,7 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if not 0 <= drafts <= MAX_DRAFTS:
         raise ConfigError(f"--num-drafts {drafts} must be between 0 and {MAX_DRAFTS}")
     if drafts and "draft" not in chosen:
-        raise ConfigError(f"--num-drafts {drafts} needs a drafter; add --draft ngram or --draft PATH")
+        raise ConfigError(f"--num-drafts {drafts} needs a drafter; add --draft ngram, --draft suffix or --draft PATH")
     for name in ("max_model_len", "run_ahead", "threads"):
         if chosen.get(name, 1) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {chosen[name]} must be at least 1")

@@ -112,4 +112,6 @@ def drafter_class(kind: str) -> Any:
         if point.name == kind:
             return point.load()
     known = ", ".join(sorted(DRAFTERS))
-    raise UnsupportedError(f"drafts of the kind {kind!r} are not supported; the known ones are ngram, a model, {known}")
+    raise UnsupportedError(
+        f"drafts of the kind {kind!r} are not supported; the known ones are ngram, suffix, a model, {known}"
+    )

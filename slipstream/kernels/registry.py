@@ -32,6 +32,7 @@ KERNELS: dict[str, str] = {
     "close_sampled": "slipstream.kernels.frame",
     "ngram_draft": "slipstream.kernels.draft",
     "offer_drafts": "slipstream.kernels.draft",
+    "suffix_places": "slipstream.kernels.suffix",
     "feature_rows": "slipstream.kernels.eagle",
     "join_norms": "slipstream.kernels.eagle",
 }

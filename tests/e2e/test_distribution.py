@@ -95,12 +95,13 @@ def chi_square_p(cells: np.ndarray, law: np.ndarray) -> float:
 
 
 def build(dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str = "chain") -> LLM:
-    draft: Any = {"none": None, "ngram": "ngram"}.get(drafter, str(dirs.get(drafter)))
+    draft: Any = {"none": None, "ngram": "ngram", "suffix": "suffix"}.get(drafter, str(dirs.get(drafter)))
     if drafter == "oracle":
         draft = lambda **kw: OracleDrafter(lambda r: [1, 3, 0, 1, 3, 2, 1, 0, 3, 1, 2, 0, 1, 1, 2], **kw)
+    options = {"ngram": {"min_n": 1, "gate": False}, "suffix": {"offset": 1.0, "min_prob": 0.0}}
     return LLM(
         model=str(dirs["target"]), draft=draft, run_ahead=run_ahead, max_slots=64, page_size=1, max_model_len=16,
-        draft_options={"min_n": 1, "gate": False} if drafter == "ngram" else {}, verifier=verifier,
+        draft_options=options.get(drafter, {}), verifier=verifier,
     )  # fmt: skip
 
 
@@ -109,6 +110,7 @@ def build(dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str = "
     [
         ("none", 1, "chain", {}),
         ("ngram", 1, "chain", {}),
+        ("suffix", 2, "chain", {}),
         ("oracle", 2, "chain", {"top_k": 3}),
         ("draft", 1, "chain", {}),
         ("draft", 2, "chain", {"top_p": 0.8, "min_p": 0.05}),

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu
 CELLS = pairwise({**FACTORS, "shapes": ("buckets", "padded", "default"), "graphs": (True, False)}, seed=11)
 POISONED = pairwise(
     {
-        "drafter": ("none", "ngram", "draft-good", "dspark", "eagle3"), "event": ("abort", "preempt", "stop"),
+        "drafter": ("none", "ngram", "suffix", "draft-good", "dspark", "eagle3"), "event": ("abort", "preempt", "stop"),
         "run_ahead": (1, 2, 8),
         "sampling": ("greedy", "mixed"), "graphs": (True, False), "shapes": ("buckets", "padded"),
     },

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from slipstream.kernels import draft as ops_draft
 from slipstream.kernels import frame as ops
+from slipstream.kernels import suffix as ops_suffix
 from tests.support.frame_kernel_cases import State, draft_memory, random_state, same_state, slot_list
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -77,3 +78,19 @@ def test_ngram_draft(columns: int, min_n: int, max_n: int, drafts: int, gate: bo
     for a, b in zip(memory_cuda[:2], memory[:2], strict=True):
         assert torch.allclose(a.cpu()[1:][live[1:]], b[1:][live[1:]], rtol=1e-5)
     assert (record[:, 5] > 0).any()
+
+
+@pytest.mark.parametrize(("slots", "columns", "depth"), [(1, 2048, 24), (60, 3000, 24), (17, 90, 1), (5, 40_000, 64)])
+def test_suffix_draft(slots: int, columns: int, depth: int) -> None:
+    """The ranks, and the drafts that follow from them: votes are whole numbers, so both are equal to the last bit."""
+    state, slot = random_state(slots, 3, vocab=3, columns=columns, seed=depth), slot_list(slots, 4)
+    end, there = state.committed[slot], state.history.cuda()
+    wide = state.history.shape[1]
+    rank = ops_suffix.suffix_places(state.history, slot, end, wide, depth)
+    assert torch.equal(rank, ops_suffix.suffix_places(there, slot.cuda(), end.cuda(), wide, depth).cpu())
+    rule = ops_suffix.SuffixRule(depth=depth, places=32, factor=1.0, offset=1.0, min_prob=0.1)
+    want = ops_suffix.suffix_draft(state.history, slot, end, wide, 7, rule)
+    got = ops_suffix.suffix_draft(there, slot.cuda(), end.cuda(), wide, 7, rule)
+    offered = torch.arange(7) < want[1][:, None]
+    assert torch.equal(want[1], got[1].cpu()) and torch.equal(want[0][offered], got[0].cpu()[offered])
+    assert int(want[1].max()) >= 2

@@ -14,7 +14,7 @@ from tests.support.kit import VOCAB, perturb, tiny_model_dir
 from tests.support.reference import planted_oracle
 
 FACTORS: dict[str, Sequence[Any]] = {
-    "drafter": ("none", "ngram", "oracle", "draft-good", "draft-bad", "eagle3", "dflash", "dspark"),
+    "drafter": ("none", "ngram", "suffix", "oracle", "draft-good", "draft-bad", "eagle3", "dflash", "dspark"),
     "sampling": ("greedy", "seeded", "mixed"),
     "batch": (1, 4, 16),
     "page_size": (1, 16),
@@ -72,7 +72,9 @@ def run_cell(
     oracle = planted_oracle(
         lambda r: reference.continuation(r.prompt_token_ids, r.params, r.child), vocab=VOCAB, seed=3
     )
-    draft: Any = {"none": None, "ngram": "ngram", "oracle": oracle}.get(cell["drafter"], str(dirs.get(cell["drafter"])))
+    draft: Any = {"none": None, "ngram": "ngram", "suffix": "suffix", "oracle": oracle}.get(
+        cell["drafter"], str(dirs.get(cell["drafter"]))
+    )
     longest = max(len(p) for p in prompts) + MAX_TOKENS
     page = cell["page_size"]
     one = -(-(longest + 8) // page)

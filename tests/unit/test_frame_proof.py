@@ -10,7 +10,7 @@ TARGET = "slipstream.benchmark.frame_program:build"
 
 
 TWO_LAYERS_TWO_FRAMES = {
-    "greedy": "stream_rope", "sampled": "stream_rope", "dspark": "stream_rope",
+    "greedy": "stream_rope", "suffix": "stream_rope", "sampled": "stream_rope", "dspark": "stream_rope",
     "library": "rope_kv_write", "model": "prefill_attention", "eagle3": "stream_rope", "eagle3-sampled": "stream_rope",
 }  # fmt: skip
 

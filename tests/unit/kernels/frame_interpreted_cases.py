@@ -10,7 +10,8 @@ import torch
 
 from slipstream.kernels import draft as ops_draft
 from slipstream.kernels import frame as ops
-from slipstream.kernels.jit import draft, frame
+from slipstream.kernels import suffix as ops_suffix
+from slipstream.kernels.jit import draft, frame, suffix
 from tests.support.frame_kernel_cases import State, draft_memory, random_state, same_state, slot_list
 
 SLOTS, PADDING = 20, 4
@@ -123,3 +124,14 @@ def test_offer_drafts(drafts: int) -> None:
     ops_draft.offer(token, wish, want, *rest(state))
     assert torch.equal(record, want) and same_state(mine, state)
     assert len(set(want[:, 5].tolist())) > 1 and not (state.active[slot] > 0).all()
+
+
+@pytest.mark.parametrize(("columns", "depth"), [(94, 24), (61, 3), (20, 1)])
+def test_suffix_places(columns: int, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suffix, "BLOCK", 32)
+    state, slot = random_state(SLOTS, 3, vocab=2, columns=90, seed=depth), slot_list(SLOTS, PADDING)
+    end = state.committed[slot].clamp(max=columns - 1)
+    rank = unwritten(B, columns)
+    suffix.launch_suffix_places(state.history, slot, end, rank, depth=depth)
+    assert torch.equal(rank, ops_suffix.suffix_places(state.history, slot, end, columns, depth))
+    assert int(rank.max()) >= min(depth, 4) * columns

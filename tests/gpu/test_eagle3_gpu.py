@@ -38,8 +38,7 @@ def exact_float32() -> Iterator[None]:
 def make(dtype: torch.dtype, shape: dict[str, Any], changes: dict[str, Any]) -> Eagle3Model:
     tensors = head_tensors(hidden=H, vocab=V, own_embedding=True, spread=1.0, **shape)
     values = head_values(hidden=H, vocab=V, draft_vocab=shape.get("draft_vocab"), **changes)
-    target = stand_in_target(hidden=H, vocab=V, layers=4, dtype=dtype)
-    target.device = torch.device("cuda")
+    target = stand_in_target(hidden=H, vocab=V, layers=4, dtype=dtype, device="cuda")
     config, table = parse_eagle3(values, target.config), TensorTable(tensors)
     return Eagle3Model(config, table, target, draft_ids(table, config, target.device))
 

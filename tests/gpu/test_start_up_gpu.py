@@ -45,7 +45,7 @@ def test_too_little_memory_for_weights_or_pages_is_refused_with_the_numbers(mode
 
 def test_a_capture_budget_that_is_too_small_is_refused_with_the_numbers(models: dict[str, str]) -> None:
     base: dict[str, Any] = {"model": models["llama"], "device": "cuda", "max_slots": 4, "max_model_len": 64}
-    with pytest.raises(ConfigError, match=r"capturing 1 of \d+ frame graphs took .* the budget is 0 s"):
+    with pytest.raises(ConfigError, match=r"capturing 1 of \d+ graphs took .* the budget is 0 s"):
         LLM(capture_seconds=1e-6, **base)
     with LLM(**base) as llm:
         report = llm.stats()["capture"]

@@ -18,12 +18,14 @@ from slipstream.models.linear import Dense
 HEADS, KV_HEADS, DIM, INNER = 4, 2, 16, 64
 
 
-def stand_in_target(*, hidden: int, vocab: int, layers: int, dtype: torch.dtype = torch.float32) -> Any:
+def stand_in_target(
+    *, hidden: int, vocab: int, layers: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Any:
     """What a head looks at when it is loaded. Its embedding and head are NaN: whoever uses them by mistake shows."""
-    nan = torch.full((vocab, hidden), float("nan"), dtype=dtype)
+    nan = torch.full((vocab, hidden), float("nan"), dtype=dtype, device=device)
     return SimpleNamespace(
         config=SimpleNamespace(hidden_size=hidden, vocab_size=vocab, num_layers=layers), dtype=dtype,
-        device=torch.device("cpu"), embed=Embedding(nan), head=Dense(nan),
+        device=torch.device(device), embed=Embedding(nan), head=Dense(nan),
     )  # fmt: skip
 
 

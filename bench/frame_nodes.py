@@ -92,7 +92,7 @@ def make_frame(*, layers: int, slots: int, drafts: int, synthetic: float | None,
 
 def kernels_of_replay(frame: Frame, shape: Shape) -> list[tuple[str, float]]:
     """(name, µs) of every kernel, copy or fill of one replay."""
-    graphs = FrameGraphs(frame, buckets=(shape.slots,), tiers=(shape.width,), len_ub=LENGTH)
+    graphs = FrameGraphs(frame, buckets=(shape.slots,), kinds=[(shape.width, shape.drafts)], len_ub=LENGTH)
     graphs.shapes = [shape]
     graphs.capture()
     plan = graphs.plan_for(shape)
@@ -165,7 +165,7 @@ def main() -> int:
                     layers=args.layers, slots=slots, drafts=drafts, synthetic=synthetic, vocab=args.vocab
                 )  # fmt: skip
                 ask(frame.state, **wants)
-                found = kernels_of_replay(frame, Shape(slots=slots, width=drafts + 1, full=full))
+                found = kernels_of_replay(frame, Shape(slots=slots, width=drafts + 1, full=full, drafts=drafts))
                 outside = [(n, t) for n, t in found if not any(mark in n for mark in TARGET)]
                 line: dict[str, Any] = {
                     "slots": slots, "drafts": drafts, "synthetic": synthetic, "sampled": full, "asks": name,

@@ -227,8 +227,9 @@ def _graphs(
     from slipstream.device.graphs import FrameGraphs
 
     graphs = FrameGraphs(
-        frame, buckets=engine.slot_buckets, tiers=engine.row_tiers, len_ub=engine.max_model_len + engine.num_drafts + 1,
-        chunks=engine.prefill_tiers, prompts=engine.prefill_prompts,
+        frame, buckets=engine.slot_buckets, kinds=engine.frame_kinds,
+        len_ub=engine.max_model_len + engine.num_drafts + 1, chunks=engine.prefill_tiers,
+        prompts=engine.prefill_prompts,
     )  # fmt: skip
     given = {"budget_seconds": config.capture_seconds, "budget_mib": config.capture_mib}
     budget = {name: float(value) for name, value in given.items() if value is not None}

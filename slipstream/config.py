@@ -89,6 +89,14 @@ class EngineConfig:
             )
 
     @property
+    def frame_kinds(self) -> list[tuple[int, int]]:
+        """(rows per slot, drafts made) of the frames that plans may ask for, with `row_tiers`."""
+        kinds = {(tier, self.num_drafts) for tier in self.row_tiers}
+        if self.num_drafts and not self.lookahead:
+            kinds.add((min(self.row_tiers), 0))
+        return sorted(kinds)
+
+    @property
     def pages_per_slot(self) -> int:
         """Width of the page table: pages for max_model_len plus one frame's rows."""
         return -(-(self.max_model_len + self.num_drafts + 1) // self.page_size)

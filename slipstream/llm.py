@@ -223,6 +223,10 @@ class LLM:
         stops, most = len(self._stop_ids(params)), self._built.engine_config.max_stop_ids
         if stops > most:
             raise InvalidRequestError(f"{stops} stop token ids; the limit is {most}")
+        drafts, engine = params.num_drafts, self._built.engine_config.num_drafts
+        if drafts is not None and drafts > engine:
+            why = f"the engine makes {engine} drafts per round" if engine else "the engine has no drafter"
+            raise InvalidRequestError(f"speculative={drafts}, but {why}; the limit is {engine}")
         if params.stop and not self.tokenizer.present:
             raise InvalidRequestError(f"stop={list(params.stop)!r} needs a tokenizer, and this model has none")
         return text, ids, params
@@ -241,10 +245,17 @@ class LLM:
         finished: deque[RequestOutput] | None = None,
     ) -> str:
         request_id = f"req-{next(self._ids)}"
-        context = self._built.engine_config.max_model_len
+        engine = self._built.engine_config
+        context = engine.max_model_len
         max_len = context if params.max_tokens is None else len(ids) + params.max_tokens
         live = _Live(
-            output=RequestOutput(request_id, text, list(ids), [CompletionOutput(i) for i in range(params.n)]),
+            output=RequestOutput(
+                request_id,
+                text,
+                list(ids),
+                [CompletionOutput(i) for i in range(params.n)],
+                num_drafts=engine.num_drafts if params.num_drafts is None else params.num_drafts,
+            ),
             streams=[TextStream.for_request(self.tokenizer, params, continues=True) for _ in range(params.n)],
             needs_ack=bool(params.stop),
             open=set(range(params.n)),
@@ -260,6 +271,7 @@ class LLM:
                         Request(
                             request_id=request_id, prompt_token_ids=ids, params=params, child=child, key=key,
                             stop_ids=self._stop_ids(params), max_len=max_len, needs_ack=live.needs_ack,
+                            num_drafts=params.num_drafts,
                         )
                     )  # fmt: skip
             except InvalidRequestError:

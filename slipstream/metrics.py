@@ -30,6 +30,8 @@ class Metrics:
         self.counters: Counter[str] = Counter()
         self.spec = SpecStats()
         self.host_ns = self.wait_ns = 0  # plan + launch + collect, and waiting for results, since the start
+        self.frames_by_drafts: Counter[int] = Counter()
+        self._drafts = 0
         self._ring = [[0.0] * len(_FIELDS) for _ in range(capacity)]
         self._seen = 0
 
@@ -45,6 +47,9 @@ class Metrics:
         self.host_ns += plan_ns + launch_ns
         self.counters["frames"] += slots > 0
         self.counters["rows"] += plan.rows
+        if slots:
+            self._drafts = plan.drafts
+            self.frames_by_drafts[plan.drafts] += 1
         self.counters["prefill_rows"] += prefill_rows
 
     def collected(self, seq: int, events: Sequence[TokenEvent], *, wait_ns: int, collect_ns: int) -> None:
@@ -57,11 +62,15 @@ class Metrics:
         self.wait_ns += wait_ns
 
     def snapshot(self) -> dict[str, Any]:
-        """Counters since the start, draft statistics, and mean, p50 and p99 over the launches in the ring."""
+        """Counters since the start, draft statistics, and mean, p50 and p99 over the launches in the ring.
+
+        drafts: how many the last frame made for the next one, and how many frames made each number (0: drafting off).
+        """
         n = min(self._seen, len(self._ring))
         kept = [self._ring[i % len(self._ring)] for i in range(self._seen - n, self._seen)]
         ring_np = np.array(kept, dtype=np.float64).reshape(n, len(_FIELDS))
         out: dict[str, Any] = {"counters": dict(self.counters), "spec": self.spec.as_dict(), "window": n}
+        out["drafts"] = {"now": self._drafts, "frames": dict(sorted(self.frames_by_drafts.items()))}
         out["host_seconds"], out["wait_seconds"] = self.host_ns / 1e9, self.wait_ns / 1e9
         host_np = ring_np[:, 4] + ring_np[:, 5] + ring_np[:, 7]
         columns = {name: ring_np[:, i] for i, name in enumerate(_FIELDS)} | {"host_us": host_np}

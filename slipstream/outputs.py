@@ -20,13 +20,17 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request's result. prompt is None for token-id prompts. spec: its draft statistics over all n."""
+    """A request's result. prompt is None for token-id prompts. spec: its draft statistics over all n.
+
+    num_drafts: most drafts per round that it could have, 0 where speculation was off for it.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     spec: SpecStats = field(default_factory=SpecStats)
+    num_drafts: int = 0
 
     @property
     def finished(self) -> bool:

@@ -52,6 +52,8 @@ class SamplingParams:
     temperature 0 is greedy. `seed` makes the output reproducible: it is then the same for every
     drafter, batch, number of drafts and run-ahead. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
     Filters apply in the order min-p, top-k, top-p, each on the renormalised rest.
+    speculative: most drafts per round for this request, "off" (or 0) for none; None: as many as the engine makes. It
+    decides speed only.
 
     Raises InvalidRequestError for values outside the limits, UnsupportedError for fields not built yet.
     """
@@ -69,6 +71,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    speculative: int | str | None = None
     # Known from other engines, refused by name until they are built.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -97,6 +100,10 @@ class SamplingParams:
         if self.max_tokens is not None:
             _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.speculative not in (None, "off"):
+            if isinstance(self.speculative, str):
+                raise InvalidRequestError(f'speculative={self.speculative!r} must be "off" or a number of drafts')
+            _whole("speculative", self.speculative, 0, MAX_DRAFTS)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -114,6 +121,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def num_drafts(self) -> int | None:
+        """`speculative` as a number: 0 for "off", None for the engine's."""
+        return None if self.speculative is None else 0 if self.speculative == "off" else int(self.speculative)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
@@ -240,6 +252,7 @@ class FramePlan(NamedTuple):
     first_page: per decode slot, the first page when all its pages are one ascending run, else -1.
     prefill_rows, prefill_prompts: rows of the chunk and places for ends of prompts in it, both padded with the
     sink; 0: no padding.
+    drafts: most drafts that the decode frame makes for the next one; 0: it has no drafting stage.
     sampled / filtered: some decode or prefill-last slot is not greedy / uses top-k, top-p or min-p.
     rejection / coupled: some slot uses that verification mode. min_tokens: some slot bans stop ids.
     """
@@ -258,6 +271,7 @@ class FramePlan(NamedTuple):
     prefill_first_page: tuple[int, ...] = ()
     prefill_rows: int = 0
     prefill_prompts: int = 0
+    drafts: int = 0
     sampled: bool = False
     filtered: bool = False
     rejection: bool = False

@@ -183,5 +183,6 @@ def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:
         admits=(Admit(slot=slot, generation=seq + 1, request=request, tokens=(1, 2, 3, 4), start=0, pages=(9,)),),
         pages=(PageAppend(slot=1, first=1, pages=(20 + seq,)),), decode=(1, 2, 3, 4), rows=16, width=4, len_ub=128,
         first_page=(-1,) * 4, prefill=(PrefillSpan(slot=slot, start=0, length=4, last=True),), prefill_first_page=(-1,),
-        prefill_rows=CHUNK, prefill_prompts=2, sampled=sampled, filtered=sampled, rejection=sampled, coupled=sampled,
+        prefill_rows=CHUNK, prefill_prompts=2, drafts=3, sampled=sampled, filtered=sampled, rejection=sampled,
+        coupled=sampled,
     )  # fmt: skip

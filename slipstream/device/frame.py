@@ -98,7 +98,9 @@ class Frame:
         """
         rows = pack_rows(self.state, slot_B, rows=plan.rows, width=plan.width, kernels=self.kernels)
         logits_RV, target_R, target = self._target(plan, rows, slot_B)
-        return self._finish(plan, target, logits_RV, target_R, len_ub=plan.len_ub, first_page=plan.first_page)
+        return self._finish(
+            plan, target, logits_RV, target_R, drafts=plan.drafts, len_ub=plan.len_ub, first_page=plan.first_page
+        )
 
     def _target(self, plan: FramePlan, rows: Rows, slot_B: Tensor) -> tuple[Tensor, Tensor | None, TargetRows]:
         """Logits [R, V] of the rows, and what the drafter asked for.
@@ -172,7 +174,7 @@ class Frame:
         )  # fmt: skip
         ending = [x for x in zip(plan.prefill, plan.prefill_first_page, strict=True) if x[0].last]
         return self._finish(
-            plan, ends, self.model.logits(hidden_BH), None, first_page=[f for _, f in ending],
+            plan, ends, self.model.logits(hidden_BH), None, drafts=state.num_drafts, first_page=[f for _, f in ending],
             len_ub=state.history_SL.shape[1] if self.kernels else max(s.start + s.length for s, _ in ending) + 1,
         )  # fmt: skip
 
@@ -206,6 +208,7 @@ class Frame:
         logits_RV: Tensor,
         target_R: Tensor | None,
         *,
+        drafts: int,
         len_ub: int,
         first_page: Sequence[int],
     ) -> Tensor:
@@ -242,7 +245,10 @@ class Frame:
             record_BC = ops.closed_round(
                 verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows_B, slot_B, *fields
             )
-        if self.in_place is not None:
+        if drafts == 0:
+            if self.drafter is not None:
+                state.draft_count_S.index_fill_(0, slot_B, 0)  # those of the last round are spent
+        elif self.in_place is not None:
             self.in_place.draft_slots(
                 DraftSlots(
                     record_BC=record_BC, slot_B=slot_B, active_S=state.active_S, committed_S=state.committed_S,
@@ -258,7 +264,7 @@ class Frame:
                 drafted_B=record_BC[:, 3], accepted_B=record_BC[:, 2], emitted_B=record_BC[:, 1],
                 rows=rows, history_SL=state.history_SL, committed_S=state.committed_S, table_SP=state.table_SP,
                 params=params if sampled else None, laws=self.laws if sampled else None,
-                len_ub=min(len_ub + 1, state.history_SL.shape[1]), first_page=first_page,
+                len_ub=min(len_ub + 1, state.history_SL.shape[1]), first_page=first_page, drafts=drafts,
                 sampled=plan.sampled, filtered=plan.filtered, rejection=plan.rejection, coupled=plan.coupled,
             )  # fmt: skip
             self._draft(self.drafter, view, slot_B, record_BC)

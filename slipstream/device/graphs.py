@@ -6,7 +6,7 @@ One graph per (slot bucket, row tier) and kind of work for decoding, one per row
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,11 +23,15 @@ BUSY_FRAMES = 2.0
 
 
 class Shape(NamedTuple):
-    """What a captured frame is fixed to. full: every sampling stage is in; else greedy work only."""
+    """What a captured frame is fixed to. full: every sampling stage is in; else greedy work only.
+
+    drafts: as in FramePlan.
+    """
 
     slots: int
     width: int
     full: bool
+    drafts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +64,24 @@ class FrameGraphs:
         frame: Frame,
         *,
         buckets: tuple[int, ...],
-        tiers: tuple[int, ...],
+        kinds: Sequence[tuple[int, int]],
         len_ub: int,
         chunks: tuple[int, ...] = (),
         prompts: int = 1,
     ) -> None:
-        """buckets, tiers: slots and rows per slot of frames; chunks: rows of prefill passes; prompts: ends in one."""
+        """buckets: slots of frames; kinds: (rows per slot, drafts made) of frames; chunks: rows of prefill passes;
+        prompts: ends in one."""
         self.frame = frame
         self.len_ub = len_ub
         self.prompts = prompts
         self.shapes: list[Shape | Chunk] = [
-            Shape(slots=b, width=t, full=full) for full in (False, True) for b in buckets for t in tiers
+            Shape(slots=b, width=width, full=full, drafts=drafts)
+            for full in (False, True)
+            for b in buckets
+            for width, drafts in kinds
         ]
-        kinds = ((False, False), (True, False), (True, True))
-        self.shapes += [Chunk(rows=r, last=last, full=full) for last, full in kinds for r in chunks]
+        ends = ((False, False), (True, False), (True, True))
+        self.shapes += [Chunk(rows=r, last=last, full=full) for last, full in ends for r in chunks]
         self.graphs: dict[Shape | Chunk, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.report: CaptureReport | None = None
@@ -147,7 +155,8 @@ class FrameGraphs:
             )  # fmt: skip
         return FramePlan(
             seq=-1, decode=(0,) * shape.slots, rows=shape.slots * shape.width, width=shape.width, len_ub=self.len_ub,
-            first_page=(-1,) * shape.slots, sampled=full, filtered=full, rejection=full, coupled=full, min_tokens=full,
+            first_page=(-1,) * shape.slots, drafts=shape.drafts, sampled=full, filtered=full, rejection=full,
+            coupled=full, min_tokens=full,
         )  # fmt: skip
 
     def _once(self, shape: Shape | Chunk) -> Tensor | None:
@@ -170,7 +179,7 @@ class FrameGraphs:
 
     def run(self, plan: FramePlan) -> Tensor:
         """Replay a decode frame; its record stays valid until another graph of the pool runs."""
-        record = self._replay(Shape(len(plan.decode), plan.width, plan.sampled or plan.min_tokens))
+        record = self._replay(Shape(len(plan.decode), plan.width, plan.sampled or plan.min_tokens, plan.drafts))
         assert record is not None
         return record
 
@@ -182,9 +191,11 @@ class FrameGraphs:
     def _replay(self, shape: Shape | Chunk) -> Tensor | None:
         found = self.graphs.get(shape)
         if found is None:
-            have = sorted({(s.slots, s.width) for s in self.graphs if isinstance(s, Shape)})
+            have = sorted({(s.slots, s.width, s.drafts) for s in self.graphs if isinstance(s, Shape)})
             chunks = sorted({s.rows for s in self.graphs if isinstance(s, Chunk)})
-            raise ConfigError(f"no graph for {shape}; captured: slots x rows {have}, prefill rows {chunks}")
+            raise ConfigError(
+                f"no graph for {shape}; captured: (slots, rows per slot, drafts) {have}, prefill rows {chunks}"
+            )
         graph, record = found
         graph.replay()
         return record

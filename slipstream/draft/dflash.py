@@ -155,7 +155,7 @@ class BlockDrafter:
             view.table_SP, view.slot_B, pos_BT, len_ub=view.len_ub + self.rows, heads_per_kv=self.heads_per_kv
         )  # fmt: skip
         hidden_BTH = self.model.forward(token_BT, pos_BT, attention)
-        hidden_BKH = hidden_BTH[:, self.rows - self.max_drafts :]
+        hidden_BKH = hidden_BTH[:, self.rows - self.max_drafts :][:, : view.drafts]
         return self._chain(hidden_BKH, anchor_B, view)
 
     def _chain(self, hidden_BKH: Tensor, anchor_B: Tensor, view: DraftView) -> Drafts:

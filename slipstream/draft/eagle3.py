@@ -123,7 +123,7 @@ class Eagle3Drafter:
             attention = self._attention(view, grid, slot_R, cell_R, rows.slot_B, view.len_ub)
             out = self._run(token_R, self.model.fuse(rows.taps), cell_R, attention, last_B)
         token_B, q_BV = self._choose(out, view, 0)
-        count_B = torch.full_like(view.slot_B, self.max_drafts)
+        count_B = torch.full_like(view.slot_B, min(self.max_drafts, view.drafts))
         return FirstDraft(token_B=token_B, count_B=count_B, q_BV=q_BV, state_BH=out.state_BH)
 
     def propose(self, first: FirstDraft, view: DraftView) -> Drafts:
@@ -132,7 +132,7 @@ class Eagle3Drafter:
         tokens, laws = [token_B], [first.q_BV]
         step_K1 = torch.arange(self.max_drafts, device=token_B.device)[:, None]
         cell_KB = torch.where(view.slot_B > 0, view.committed_B + step_K1, 0)
-        for step in range(1, self.max_drafts):
+        for step in range(1, min(self.max_drafts, view.drafts)):
             token_B, state_BH, q_BV = self._step(token_B, state_BH, cell_KB[step], view, step)
             tokens.append(token_B)
             laws.append(q_BV)

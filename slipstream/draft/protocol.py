@@ -43,7 +43,8 @@ class DraftView:
     position c of history). drafted_B, accepted_B, emitted_B: this round's verified and accepted drafts, and tokens
     that were kept. rows: the rows that the target verified; of a slot that has just left prefill its last prompt row.
     history_SL [S, L], committed_S, table_SP: slot state, read only.
-    len_ub: host bound on c + 1. sampled, filtered, rejection, coupled: as in FramePlan; params: None where nothing is
+    len_ub: host bound on c + 1. drafts: no more than that many are of use. sampled, filtered, rejection,
+    coupled: as in FramePlan; params: None where nothing is
     sampled, or where `laws` stands for it: there tokens are chosen by kernels that read slot state, and the laws of
     drafts go straight to laws.q_SKV (`draft.choose` does that).
     """
@@ -61,6 +62,7 @@ class DraftView:
     laws: SlotLaws | None
     len_ub: int
     first_page: Sequence[int]
+    drafts: int
     sampled: bool
     filtered: bool
     rejection: bool

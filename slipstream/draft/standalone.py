@@ -81,11 +81,12 @@ class StandaloneDrafter:
         hidden_RH = self._pass(token_BW, pos_BW, view, view.len_ub)
         logits_BV = self.model.logits(hidden_RH.view(slots, 2, -1)[:, 1])
         token_B, q_BV = self._choose(logits_BV, view, 0)
-        return FirstDraft(token_B=token_B, count_B=(view.slot_B > 0).to(torch.int64) * self.max_drafts, q_BV=q_BV)
+        count_B = (view.slot_B > 0).to(torch.int64) * min(self.max_drafts, view.drafts)
+        return FirstDraft(token_B=token_B, count_B=count_B, q_BV=q_BV)
 
     def propose(self, first: FirstDraft, view: DraftView) -> Drafts:
         tokens, laws = [first.token_B], [first.q_BV]
-        for step in range(1, self.max_drafts):
+        for step in range(1, min(self.max_drafts, view.drafts)):
             pos_BW = (view.committed_B + step)[:, None]
             hidden_RH = self._pass(tokens[-1][:, None], pos_BW, view, view.len_ub + step)
             token_B, q_BV = self._choose(self.model.logits(hidden_RH), view, step)

@@ -54,6 +54,7 @@ class _Batch(NamedTuple):
     slots: tuple[int, ...]
     padding: int
     flags: _Flags
+    drafts: int
 
 
 class Scheduler:
@@ -146,7 +147,7 @@ class Scheduler:
         renewed = decoding != self._batch.members
         if renewed:
             self._batch = self._gather(decoding)
-        _, slots, padding, flags = self._batch
+        _, slots, padding, flags, drafts = self._batch
         reach, appends = self._cover(decoding, width, seq)
         if renewed or appends:
             first_page = self.ledger.pool.first_page
@@ -173,6 +174,7 @@ class Scheduler:
             prefill_first_page=tuple(self.ledger.pool.first_page(s.slot) for s, _ in spans),
             prefill_rows=chunk_rows(sum(span.length for _, span in spans), self.config),
             prefill_prompts=self.config.prefill_prompts,
+            drafts=drafts,
             sampled=flags.sampled,
             filtered=flags.filtered,
             rejection=flags.rejection,
@@ -194,7 +196,10 @@ class Scheduler:
 
     def _gather(self, members: list[Sequence]) -> _Batch:
         padding = slot_bucket(len(members), self.config) - len(members) if members else 0
-        return _Batch(members, (*(s.slot for s in members), *(0,) * padding), padding, _Flags.of(members))
+        # A drafter with KV of its own has to see every position, whoever wants its drafts.
+        wanted = self.config.num_drafts and (self.config.lookahead or any(s.num_drafts for s in members))
+        slots = (*(s.slot for s in members), *(0,) * padding)
+        return _Batch(members, slots, padding, _Flags.of(members), self.config.num_drafts if wanted else 0)
 
     def _choose_decode(self, ready: list[Sequence]) -> tuple[list[Sequence], int, int]:
         """Slots of the decode frame, R and width; who has no pages sits out."""

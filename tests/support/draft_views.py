@@ -36,5 +36,5 @@ def sampled_view(case: Case, slot_B: Tensor, *, filtered: bool, kernels: bool) -
     return DraftView(
         slot_B=slot_B, committed_B=state.committed[slot_B], drafted_B=zero_B, accepted_B=zero_B, emitted_B=zero_B,
         rows=no_rows(zero_B), history_SL=state.history, committed_S=state.committed, table_SP=zero_B[:, None],
-        len_ub=0, first_page=(), sampled=True, filtered=filtered, rejection=True, coupled=True, **none,
+        len_ub=0, first_page=(), drafts=0, sampled=True, filtered=filtered, rejection=True, coupled=True, **none,
     )  # fmt: skip

@@ -56,6 +56,7 @@ class _Slot:
     committed: int = 0
     live: bool = True
     next_drafts: int = 0
+    asked: int = 0
 
     @property
     def active(self) -> bool:
@@ -147,10 +148,13 @@ class FakeDevice:
             table = self.slots[s].table if s else []
             run = bool(table) and table == list(range(table[0], table[0] + len(table)))
             assert first == (table[0] if run else -1)
+        members = [self.slots[s] for s in real]
         sampling = [self.slots[s] for s in (*real, *(p.slot for p in plan.prefill if p.last))]
         assert plan.sampled == any(not s.request.params.greedy for s in sampling)
         assert plan.rejection == any(s.request.mode == 2 for s in sampling)
         assert plan.coupled == any(s.request.mode == 1 for s in sampling)
+        wanted = [self.num_drafts if s.request.num_drafts is None else s.request.num_drafts for s in members]
+        assert plan.drafts == (self.num_drafts if any(wanted) else 0)
         assert plan.min_tokens == any(s.request.params.min_tokens > 0 for s in sampling)
 
     # -- the frame -----------------------------------------------------------------------------
@@ -177,6 +181,8 @@ class FakeDevice:
         spare, records = plan.rows - len(plan.decode), list[Record]()
         for s in plan.decode:
             slot = self.slots.get(s)
+            if slot is not None:
+                slot.asked = plan.drafts
             if slot is None or not slot.active:
                 self.idle_rows += slot is not None
                 records.append((s, slot.generation if slot else 0, [], 0, 0, FinishCode.NONE, 0, False))
@@ -201,7 +207,7 @@ class FakeDevice:
             token, finish = self._sample(slot, history)
             emitted.append(token)
         slot.committed += len(emitted)
-        slot.next_drafts = self._ready(slot)
+        slot.next_drafts = min(slot.asked, self._ready(slot))
         return s, slot.generation, emitted, min(len(emitted), right), drafted, finish, slot.next_drafts, False
 
     def _sample(self, slot: _Slot, history: int) -> tuple[int, FinishCode]:

@@ -45,7 +45,7 @@ def view(histories: list[list[int]], *, drafted: int = 0, accepted: int = 0) -> 
         drafted_B=zero + drafted, accepted_B=zero + accepted, emitted_B=zero + accepted + 1,
         rows=no_rows(zero), history_SL=table, committed_S=zero, table_SP=zero[:, None],
         params=params, laws=None,
-        len_ub=longest + 2, first_page=(), sampled=False, filtered=False, rejection=False, coupled=False,
+        len_ub=longest + 2, first_page=(), drafts=K, sampled=False, filtered=False, rejection=False, coupled=False,
     )  # fmt: skip
 
 

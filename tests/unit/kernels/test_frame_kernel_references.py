@@ -71,8 +71,8 @@ def test_ngram_draft_is_extend_propose_and_the_limits(gate: bool) -> None:
         slot_B=torch.where(live, slot, 0), committed_B=torch.where(live, want.committed[slot], 0),
         drafted_B=record[:, 3].clone(), accepted_B=record[:, 2].clone(), emitted_B=record[:, 1].clone(),
         rows=no_rows(zero), history_SL=want.history, committed_S=want.committed,
-        table_SP=zero[:, None], len_ub=want.history.shape[1], first_page=(), sampled=False, filtered=False,
-        laws=None,
+        table_SP=zero[:, None], len_ub=want.history.shape[1], first_page=(), drafts=DRAFTS, sampled=False,
+        filtered=False, laws=None,
         params=SlotParams(mode=zero, key=zero, child=zero, temperature=real, top_k=zero, top_p=real, min_p=real),
         rejection=False, coupled=False,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from slipstream.device.state import SlotState
 from slipstream.draft.detect import Head, load_head
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
+from slipstream.draft.tree import TreeShape
 from slipstream.errors import ConfigError, ModelLoadError
 from slipstream.memory.host import keep_large_temporaries
 from slipstream.memory.kv import KVPages
@@ -71,6 +73,9 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
             _check_draft(config, loaded, draft_loaded, tokenizer)
     if config.draft == "none":
         num_drafts = 0
+    shape = _tree(config, head)
+    if shape is not None:
+        num_drafts = shape.total - 1
     kv_models = [model] + ([draft_loaded.model] if draft_loaded else []) + ([head.model] if head else [])
     token_bytes = sum(
         KVPages.bytes_for(m.config.num_layers, 1, 1, m.config.num_kv_heads, m.config.head_dim, m.dtype)
@@ -80,7 +85,8 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     context = min(m.config.max_position_embeddings for m in kv_models if head is None or m is not head.model)
     engine = resolve_engine(
         config, context=context, num_drafts=num_drafts,
-        lookahead=num_drafts if draft_loaded or (head is not None and head.drafter.lookahead) else 0,
+        lookahead=_lookahead(num_drafts, shape) if draft_loaded or (head and head.drafter.lookahead) else 0,
+        tree_depth=0 if shape is None else shape.depth,
         rereads=head.drafter.rereads if head is not None else 0,
         eos_ids=len(_eos_ids(loaded, tokenizer)), kv_bytes_per_token=token_bytes,
         memory_bytes=_kv_budget(config, device), on_cpu=device.type == "cpu",
@@ -88,16 +94,16 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     real = torch.float64 if model.dtype == torch.float64 else torch.float32
     kv = _pages(model, engine, device)
     workspace = _workspace(device)
-    drafter = _drafter(config, engine, draft_loaded, head, device, real, workspace) if num_drafts else None
+    drafter = _drafter(config, engine, draft_loaded, head, shape, device, real, workspace) if num_drafts else None
     state = SlotState(
         max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
         num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy, *engine.prefill_tiers),
         widest_frame=max(engine.slot_buckets, default=0), max_stop_ids=engine.max_stop_ids,
-        device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None,
+        device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None, tree=shape is not None,
     )  # fmt: skip
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,
-        block=config.verifier == "block", fused=_fused(model, kv, workspace), workspace=workspace,
+        block=config.verifier == "block", fused=_fused(model, kv, workspace), workspace=workspace, tree=shape,
     )  # fmt: skip
     graphs = _graphs(config, frame, engine, device, progress)
     report = graphs.report if graphs is not None else None
@@ -109,6 +115,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         "device": str(device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "draft": type(drafter).__name__ if drafter else "none",
+        "draft_tree": None if shape is None else asdict(shape),
         "weights": loaded.weights,
         "kv_bytes": kv.nbytes,
         "capture": None if report is None else asdict(report),
@@ -120,6 +127,33 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         device=Device(frame, run_ahead=engine.run_ahead, graphs=graphs),
         resolved=resolved, notes=[*loaded.notes, *_capture_note(report)],
     )  # fmt: skip
+
+
+def _tree(config: LLMConfig, head: Head | None) -> TreeShape | None:
+    """The shape that draft_tree names. Raises ConfigError for a drafter that grows no trees."""
+    if config.draft_tree is None:
+        return None
+    shape = TreeShape.of(config.draft_tree)
+    if not callable(config.draft):
+        if head is None or head.tree is None:
+            kind = head.drafter.__name__ if head is not None else "not a head"
+            raise ConfigError(
+                f"draft_tree={config.draft_tree!r} needs an EAGLE-3 head; draft={config.draft!r} ({kind}) drafts chains"
+            )
+        vocab = head.model.vocab_size if head.model.id_D is None else head.model.id_D.shape[0]
+        if shape.topk > vocab:
+            raise ConfigError(f"draft_tree topk={shape.topk} is above the draft's vocabulary of {vocab} tokens")
+    synthetic = config.synthetic_acceptance
+    if synthetic is not None and not 1.0 <= synthetic <= shape.depth + 1:
+        raise ConfigError(
+            f"synthetic_acceptance={synthetic} must be from 1 to {shape.depth + 1}, the levels of the tree and one more"
+        )
+    return shape
+
+
+def _lookahead(num_drafts: int, shape: TreeShape | None) -> int:
+    """Positions that a drafter's own KV needs beyond the verified rows: a tree's nodes stand behind the bonus token."""
+    return num_drafts if shape is None else 1 + shape.expanded
 
 
 def _device(name: str) -> torch.device:
@@ -248,6 +282,7 @@ def _drafter(
     engine: EngineConfig,
     draft: LoadedModel | None,
     head: Head | None,
+    shape: TreeShape | None,
     device: torch.device,
     real: torch.dtype,
     workspace: Workspace | None,
@@ -257,7 +292,8 @@ def _drafter(
         for name in config.draft_options:
             if name not in known:
                 raise ConfigError(f"this kind of draft takes no option {name!r}; known: {', '.join(known) or 'none'}")
-        made: Drafter = head.drafter(
+        make = head.drafter if shape is None else partial(head.tree, shape=shape)
+        made: Drafter = make(
             head.model, kv=_pages(head.model, engine, device), max_drafts=engine.num_drafts,
             max_len=engine.max_model_len, slots=engine.max_slots, real=real, workspace=workspace,
             **config.draft_options,
@@ -284,9 +320,8 @@ def _drafter(
                 raise ConfigError(f"unknown suffix option {name!r}; known: {', '.join(SuffixDrafter.options)}")
         return SuffixDrafter(max_drafts=engine.num_drafts, **config.draft_options)
     if callable(config.draft):
-        made = config.draft(
-            slots=engine.max_slots, max_drafts=engine.num_drafts, max_len=engine.max_model_len, device=device
-        )
+        make = config.draft if shape is None else partial(config.draft, shape=shape)
+        made = make(slots=engine.max_slots, max_drafts=engine.num_drafts, max_len=engine.max_model_len, device=device)
         if isinstance(made, Drafter):
             return made
     raise ConfigError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.types import MAX_DRAFTS, MAX_STOP_IDS
+from slipstream.types import MAX_DRAFTS, MAX_STOP_IDS, MAX_TREE_NODES
 
 DTYPES = ("auto", "float32", "float64", "bfloat16")
 DEFAULT_DRAFTS = 3
@@ -28,8 +28,10 @@ class EngineConfig:
     the same while somebody does. prefill_tiers: packed rows that a chunk may have; empty means exact.
     prefill_prompts: most prompts that one chunk reads from, 0 means any number. lookahead: positions beyond the
     verified rows that the drafter's own KV needs. rereads: positions before the end of a prefix hit that are read
-    again, for drafters that need what the target computes there. row_tiers: rows per slot that a frame may have;
-    empty means exact. max_stop_ids: stop token ids of a request, those that end a sequence for the model included.
+    again, for drafters that need what the target computes there. tree_depth: levels of a draft tree of num_drafts nodes
+    below its root, so that a frame emits at most tree_depth + 1 tokens per slot; 0: drafts are a chain. row_tiers:
+    rows per slot that a frame may have; empty means exact. max_stop_ids: stop token ids of a request, those that end a
+    sequence for the model included.
     """
 
     max_slots: int = 16
@@ -40,6 +42,7 @@ class EngineConfig:
     num_drafts: int = 0
     lookahead: int = 0
     rereads: int = 0
+    tree_depth: int = 0
     prefill_chunk: int = 256
     prefill_chunk_busy: int = 32
     prefill_tiers: tuple[int, ...] = ()
@@ -56,7 +59,9 @@ class EngineConfig:
         _between("num_pages", self.num_pages, 1, 2**31 - 1)
         _between("max_model_len", self.max_model_len, 2, 2**24)
         _between("run_ahead", self.run_ahead, 1, 64)
-        _between("num_drafts", self.num_drafts, 0, MAX_DRAFTS)
+        most_rows = MAX_TREE_NODES if self.tree_depth else MAX_DRAFTS + 1
+        _between("num_drafts", self.num_drafts, 0, most_rows - 1)
+        _between("tree_depth", self.tree_depth, 0, self.num_drafts)
         _between("max_stop_ids", self.max_stop_ids, 1, 1024)
         _between("prefill_chunk", self.prefill_chunk, 1, 1 << 16)
         _between("prefill_chunk_busy", self.prefill_chunk_busy, 1, 1 << 16)
@@ -66,7 +71,7 @@ class EngineConfig:
         for bucket in self.slot_buckets:
             _between("slot_buckets", bucket, 1, 4096)
         for tier in self.row_tiers:
-            _between("row_tiers", tier, 1, MAX_DRAFTS + 1)
+            _between("row_tiers", tier, 1, most_rows)
         if self.slot_buckets and max(self.slot_buckets) < self.max_slots:
             raise ConfigError(
                 f"slot_buckets={list(self.slot_buckets)} do not reach max_slots={self.max_slots}; add that size"
@@ -81,7 +86,7 @@ class EngineConfig:
                 f"prefill_tiers={list(self.prefill_tiers)} do not reach prefill_chunk={widest} rows; add that size or "
                 "lower prefill_chunk"
             )
-        one = -(-(self.max_model_len + self.num_drafts + 1) // self.page_size)
+        one = self.pages_per_slot
         if self.num_pages < one:
             raise ConfigError(
                 f"num_pages={self.num_pages} of {self.page_size} tokens cannot hold one sequence of "
@@ -98,8 +103,8 @@ class EngineConfig:
 
     @property
     def pages_per_slot(self) -> int:
-        """Width of the page table: pages for max_model_len plus one frame's rows."""
-        return -(-(self.max_model_len + self.num_drafts + 1) // self.page_size)
+        """Width of the page table: pages for max_model_len plus one frame's rows, the drafter's or the target's."""
+        return -(-(self.max_model_len + max(self.num_drafts, self.lookahead) + 1) // self.page_size)
 
 
 def _between(name: str, value: int, low: int, high: int) -> None:
@@ -111,10 +116,11 @@ def _between(name: str, value: int, low: int, high: int) -> None:
 class LLMConfig:
     """What a user may say about a model and its engine; None or "auto" is decided by `build`.
 
-    draft may also be a Drafter factory (tests and benchmarks): called with slots, max_drafts, max_len, device.
-    draft_options go to the drafter (n-gram: min_n, max_n, gate; suffix: depth, factor, offset,
-    min_prob). synthetic_acceptance: mean tokens per round, overrides only the accept decision. capture_seconds,
-    capture_mib: what capturing the frames at start-up may take.
+    draft may also be a Drafter factory (tests and benchmarks): called with slots, max_drafts, max_len, device, and
+    with draft_tree its shape. draft_options go to the drafter (n-gram: min_n, max_n, gate; suffix: depth, factor,
+    offset, min_prob). draft_tree: dict(topk=, levels=, total=), a tree instead of a chain of drafts (draft/tree.py); it
+    sets the number of drafts, total - 1. synthetic_acceptance: mean tokens per round, overrides only the accept
+    decision. capture_seconds, capture_mib: what capturing the frames at start-up may take.
     gpu_memory_mib: most that weights and pages may take on a GPU, even where more is free.
     verifier: how drafts that were sampled are judged in unseeded requests, "chain"
     or "block" (which accepts at least as much); both keep the target's law.
@@ -123,6 +129,7 @@ class LLMConfig:
     model: str | None = None
     draft: Any = None
     num_drafts: int | None = None
+    draft_tree: dict[str, int] | None = None
     draft_options: dict[str, Any] = field(default_factory=dict)
     device: str = "auto"
     dtype: str = "auto"
@@ -182,7 +189,17 @@ class LLMConfig:
                 _between(name, rows, 1, 1 << 16)
         if self.draft is None and self.num_drafts:
             raise ConfigError(f'num_drafts={self.num_drafts} needs a draft; give draft="ngram" or a draft model')
-        if self.synthetic_acceptance is not None:
+        if self.draft_tree is not None:
+            if self.draft is None or self.draft == "none":
+                raise ConfigError(f"draft_tree={self.draft_tree!r} needs a draft: the path of an EAGLE-3 head")
+            if self.num_drafts is not None:
+                raise ConfigError(
+                    f"num_drafts={self.num_drafts} and draft_tree={self.draft_tree!r}: a tree has total - 1 drafts, "
+                    "leave num_drafts out"
+                )
+            if self.verifier == "block":
+                raise ConfigError("verifier='block' judges chains only; leave it or draft_tree out")
+        if self.synthetic_acceptance is not None and self.draft_tree is None:
             drafts = DEFAULT_DRAFTS if self.num_drafts is None else self.num_drafts
             if self.draft is None:
                 raise ConfigError('synthetic_acceptance needs a draft; give draft="ngram" or a draft model')
@@ -216,7 +233,7 @@ _KINDS: tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...] = (
     ((str, os.PathLike), "text or a path", ("model", "tokenizer")),
     ((str,), "text", ("device", "dtype", "load_format", "revision")),
     ((bool,), "True or False", ("prefix_cache", "cuda_graphs")),
-    ((Mapping,), "a mapping of option names to values", ("draft_options",)),
+    ((Mapping,), "a mapping of option names to values", ("draft_options", "draft_tree")),
 )  # fmt: skip
 
 
@@ -227,6 +244,7 @@ def resolve_engine(
     num_drafts: int,
     lookahead: int,
     rereads: int = 0,
+    tree_depth: int = 0,
     eos_ids: int = 0,
     kv_bytes_per_token: int,
     memory_bytes: int,
@@ -244,7 +262,7 @@ def resolve_engine(
     page_size = user.page_size if user.page_size is not None else 32
     _between("page_size", page_size, 1, 1024)
     _between("max_slots", max_slots, 1, 4096)
-    reach = num_drafts + 1
+    reach = max(num_drafts, lookahead) + 1
     one = -(-(max_model_len + 2 * reach) // page_size)
     if user.num_pages is not None:
         num_pages = user.num_pages
@@ -281,6 +299,7 @@ def resolve_engine(
         num_drafts=num_drafts,
         lookahead=lookahead,
         rereads=rereads,
+        tree_depth=tree_depth,
         prefill_chunk=chunk,
         prefill_chunk_busy=min(chunk, busy if busy is not None else 32),
         prefill_tiers=chunk_tiers,

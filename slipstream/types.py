@@ -29,6 +29,9 @@ MIN_TEMPERATURE = 1e-5
 MAX_DRAFTS = 31
 """Most drafts per slot and frame; the widest row tier is one more."""
 
+MAX_TREE_NODES = 64
+"""Most nodes of a draft tree, the root included: its rows see one another by the bits of an int64."""
+
 _NOT_BUILT: dict[str, Any] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from slipstream.attention.protocol import TreeSight
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.prefill import prefill_attention, prefill_tiles, rows_per_tile
 from slipstream.kernels.workspace import Workspace
@@ -24,9 +25,15 @@ class KernelAttention:
         workspace: Workspace,
         first_cell: int = 0,
         per_slot: int = 1,
+        sight: TreeSight | None = None,
     ) -> None:
-        """first_cell: the first cache position that holds anything. per_slot: how many rows a slot has, a hint."""
-        self.kv, self.table_SP, self.slot_R, self.pos_R = kv, table_SP, slot_R, pos_R
+        """first_cell: the first cache position that holds anything. per_slot: how many rows a slot has, a hint.
+
+        sight: of rows of trees, in pos_R's place.
+        """
+        self.kv, self.table_SP, self.slot_R = kv, table_SP, slot_R
+        self.pos_R = pos_R if sight is None else sight.past_R
+        self.seen_R = None if sight is None else sight.seen_R
         self.cache_slot_R, self.workspace = cache_slot_R, workspace
         self.first_cell, self.per_slot = first_cell, per_slot
 
@@ -36,7 +43,7 @@ class KernelAttention:
         flat_v.index_copy_(0, self.cache_slot_R, v_RKD)
         k_PSKD, v_PSKD = self.kv.paged[layer]
         out_RND: Tensor = paged_attention(
-            q_RND.contiguous(), k_PSKD, v_PSKD, self.table_SP, self.slot_R, self.pos_R, None,
+            q_RND.contiguous(), k_PSKD, v_PSKD, self.table_SP, self.slot_R, self.pos_R, self.seen_R,
             q_RND.shape[-1] ** -0.5, self.workspace.partial, self.workspace.counters,
             per_slot=self.per_slot, first_cell=self.first_cell,
         )  # fmt: skip

@@ -48,12 +48,14 @@ class RowGrid:
     """Where flat rows [R] stand in the grid [B, W] of slots and depths.
 
     row_of_BW: row at each cell (clamped where the slot has fewer rows); None: rows are the grid, in order.
-    cell_of_R: b * W + depth of each row; None likewise. pos_BW: position of each cell's token.
+    cell_of_R: b * W + depth of each row; None likewise. pos_BW: position of each cell's token. seen_BW: of rows of
+    trees, the bits of TreeSight; pos_BW is then its `past`.
     """
 
     pos_BW: Tensor
     row_of_BW: Tensor | None = None
     cell_of_R: Tensor | None = None
+    seen_BW: Tensor | None = None
 
 
 def cache_slots(table_SP: Tensor, slot_R: Tensor, pos_R: Tensor, page_size: int) -> Tensor:
@@ -111,12 +113,15 @@ class PagedAttention:
                 wanted_BP = F.pad(wanted_BP, (0, num_pages - have))
             # Columns past the slot's own pages are masked; they read its first page, never the sink's.
             self.pages = torch.where(wanted_BP > 0, wanted_BP, table_BP[:, :1]).reshape(-1)
-        pos_BW = grid.pos_BW
-        if self.pad > width:
-            pos_BW = torch.cat([pos_BW, pos_BW[:, -1:].expand(slots, self.pad - width)], 1)
+        pos_BW = _padded(grid.pos_BW, self.pad)
         column_L = torch.arange(columns, device=pos_BW.device)
         self.seen_BL11 = (column_L <= pos_BW.amax(1, keepdim=True))[:, :, None, None] if clean else None
         hidden = column_L > pos_BW[:, :, None]
+        if grid.seen_BW is not None:
+            assert not clean, "what trees see reaches beyond the last visible column"
+            bit_BWL = column_L - pos_BW[:, :, None] - 1
+            shown = _padded(grid.seen_BW, self.pad)[:, :, None] >> bit_BWL.clamp(0, 63)
+            hidden &= (bit_BWL < 0) | (bit_BWL > 63) | (shown & 1 == 0)
         if first_cell:
             hidden |= (column_L < first_cell) & (pos_BW >= first_cell)[:, :, None]
         mask_BWL = torch.zeros(hidden.shape, dtype=mask_dtype, device=pos_BW.device).masked_fill_(hidden, float("-inf"))
@@ -174,6 +179,12 @@ class PagedAttention:
         if pad > self.width:
             cell_R = torch.div(cell_R, self.width, rounding_mode="floor") * pad + cell_R % self.width
         return o.reshape(slots * pad, heads, dim).index_select(0, cell_R)
+
+
+def _padded(x_BW: Tensor, width: int) -> Tensor:
+    """`width` rows per slot: the last one again and again."""
+    slots, have = x_BW.shape
+    return x_BW if width == have else torch.cat([x_BW, x_BW[:, -1:].expand(slots, width - have)], 1)
 
 
 class PrefillAttention:

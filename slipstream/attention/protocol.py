@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+
+class TreeSight(NamedTuple):
+    """What rows of trees see instead of every position up to their own; int64 [R].
+
+    Cache positions 0..past_R, and past + 1 + j where bit j of seen_R is set. kernels/attention.py has the same terms.
+    """
+
+    past_R: Tensor
+    seen_R: Tensor
 
 
 class AttentionContext(Protocol):

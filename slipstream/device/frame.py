@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
-from slipstream.attention.protocol import AttentionContext
+from slipstream.attention.protocol import AttentionContext, TreeSight
 from slipstream.device.state import SlotState
+from slipstream.device.tree import compact, judge, path_rows, place_rows, plant
 from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView, TargetRows
+from slipstream.draft.tree import TreeShape
 from slipstream.kernels import frame as ops
 from slipstream.kernels.draft import offer, offer_drafts
 from slipstream.kernels.sample import argmax_rows, race_rows, row_threshold
@@ -32,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The verified rows of a frame: R flat rows over B slots, grid cells [B, W]; see `kernels.frame.packed_rows`."""
+    """The verified rows of a frame: R flat rows over B slots, grid cells [B, W]; see `kernels.frame.packed_rows`.
+
+    cell_R: where each row is kept in the cache, its position but for rows of trees; sight: what those see.
+    """
 
     slot_R: Tensor
     pos_R: Tensor
@@ -40,24 +45,34 @@ class Rows:
     owner_R: Tensor
     rows_B: Tensor
     row_of_BW: Tensor
+    cell_R: Tensor
+    sight: TreeSight | None = None
 
     def grid(self) -> RowGrid:
         """For attention over the grid. A padded row stands at some cell of the last slot."""
         rows, (slots, width) = self.pos_R.shape[0], self.row_of_BW.shape
+        last_R, seen_R = (self.pos_R, None) if self.sight is None else self.sight
+        seen_BW = None if seen_R is None else seen_R[self.row_of_BW]
         if slots == 1 and rows == width:
-            return RowGrid(pos_BW=self.pos_R.view(1, width))
+            return RowGrid(pos_BW=last_R.view(1, width), seen_BW=seen_BW)
         depth_R = torch.arange(rows, device=self.pos_R.device) - self.row_of_BW[self.owner_R, 0]
         cell_of_R = self.owner_R * width + depth_R.clamp(max=width - 1)
-        return RowGrid(pos_BW=self.pos_R[self.row_of_BW], row_of_BW=self.row_of_BW, cell_of_R=cell_of_R)
+        return RowGrid(pos_BW=last_R[self.row_of_BW], row_of_BW=self.row_of_BW, cell_of_R=cell_of_R, seen_BW=seen_BW)
 
 
 def pack_rows(state: SlotState, slot_B: Tensor, *, rows: int, width: int, kernels: bool = False) -> Rows:
     """The pending rows of slots [B], at most `rows`. kernels: by the op, in one launch on a GPU."""
     pack = ops.pack_rows if kernels else ops.packed_rows
-    slot_R, pos_R, token_R, owner_R, rows_B, row_of_BW = pack(
+    slot_R, cell_R, token_R, owner_R, rows_B, row_of_BW = pack(
         state.active_S, state.committed_S, state.draft_count_S, state.pending_SW, slot_B, rows, width
     )
-    return Rows(slot_R=slot_R, pos_R=pos_R, token_R=token_R, owner_R=owner_R, rows_B=rows_B, row_of_BW=row_of_BW)
+    pos_R, sight = cell_R, None
+    if state.tree and width > 1:
+        pos_R, sight = place_rows(state, slot_R, cell_R, kernels=kernels)
+    return Rows(
+        slot_R=slot_R, pos_R=pos_R, token_R=token_R, owner_R=owner_R, rows_B=rows_B, row_of_BW=row_of_BW, cell_R=cell_R,
+        sight=sight,
+    )  # fmt: skip
 
 
 class Frame:
@@ -74,14 +89,15 @@ class Frame:
         block: bool = False,
         fused: FusedDecoder | None = None,
         workspace: Workspace | None = None,
+        tree: TreeShape | None = None,
     ) -> None:
         """block: block verification where drafts have a dense law. fused, workspace: on a GPU, the target's pass as
-        kernels, and the kernels' scratch."""
+        kernels, and the kernels' scratch. tree: the drafts' shape, where they are no chain."""
         self.model = model
         self.kv = kv
         self.state = state
         self.drafter = drafter
-        self.synthetic, self.block = synthetic, block
+        self.synthetic, self.block, self.tree = synthetic, block, tree
         self.fused, self.workspace = fused, workspace
         self.kernels = workspace is not None
         self.clears_pages = not self.kernels  # the kernels never look at masked columns
@@ -98,6 +114,8 @@ class Frame:
         """
         rows = pack_rows(self.state, slot_B, rows=plan.rows, width=plan.width, kernels=self.kernels)
         logits_RV, target_R, target = self._target(plan, rows, slot_B)
+        if self.tree is not None and rows.sight is not None:
+            return self._finish_tree(plan, self.tree, target, logits_RV, target_R)
         return self._finish(
             plan, target, logits_RV, target_R, drafts=plan.drafts, len_ub=plan.len_ub, first_page=plan.first_page
         )
@@ -112,17 +130,17 @@ class Frame:
             wanted = plan.sampled or plan.min_tokens
             out = self.fused.run(
                 rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted, taps=self.taps,
-                hidden=self.reads_hidden, width=plan.width,
+                hidden=self.reads_hidden, width=plan.width, cell_R=rows.cell_R, sight=rows.sight,
             )  # fmt: skip
             return out.logits_RV, None if wanted else out.target_R, self._rows(rows, slot_B, out.taps, out.hidden_RH)
-        cache_slot_R = cache_slots(table_SP, rows.slot_R, rows.pos_R, self.kv.page_size)
+        cache_slot_R = cache_slots(table_SP, rows.slot_R, rows.cell_R, self.kv.page_size)
         attention: AttentionContext
         if self.workspace is not None:
             from slipstream.attention.kernel import KernelAttention
 
             attention = KernelAttention(
                 self.kv, table_SP=table_SP, slot_R=rows.slot_R, pos_R=rows.pos_R, cache_slot_R=cache_slot_R,
-                workspace=self.workspace,
+                workspace=self.workspace, sight=rows.sight,
             )  # fmt: skip
         else:
             attention = PagedAttention(
@@ -216,10 +234,7 @@ class Frame:
         state, slot_B, row_of_BW, rows_B = self.state, rows.slot_B, rows.row_of_BW, rows.rows_B
         sampled = plan.sampled or plan.min_tokens
         params = None
-        fields = (
-            state.generation_S, state.active_S, state.committed_S, state.max_len_S, state.stop_ids_ST,
-            state.history_SL, state.pending_SW,
-        )  # fmt: skip
+        fields = self._fields()
         record_BC: Tensor
         if self.kernels and sampled and not self.block:
             record_BC = self._close_sampled(plan, rows, logits_RV, fields)
@@ -245,6 +260,52 @@ class Frame:
             record_BC = ops.closed_round(
                 verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows_B, slot_B, *fields
             )
+        self._draft_next(plan, rows, record_BC, params, drafts=drafts, len_ub=len_ub, first_page=first_page)
+        return record_BC
+
+    def _finish_tree(
+        self, plan: FramePlan, shape: TreeShape, rows: TargetRows, logits_RV: Tensor, target_R: Tensor | None
+    ) -> Tensor:
+        """As `_finish`, of a decode frame whose drafts are trees."""
+        state, slot_B = self.state, rows.slot_B
+        params = state.params(slot_B)
+        if plan.sampled or plan.min_tokens:
+            logits_RV = self._process(plan, state.params(rows.slot_R), logits_RV, rows.slot_R, rows.pos_R)
+        elif self.kernels and target_R is None:
+            target_R = argmax_rows(logits_RV)
+        verdict = judge(state, plan, shape, rows, logits_RV, target_R, params, self.synthetic)
+        compact(self.kv, state, slot_B, verdict, kernels=self.kernels)
+        path = path_rows(state, rows, verdict)
+        close = ops.close_round if self.kernels else ops.closed_round
+        record_BC: Tensor = close(
+            verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows.rows_B, slot_B, *self._fields()
+        )
+        self._draft_next(
+            plan, path, record_BC, params, drafts=plan.drafts, len_ub=plan.len_ub, first_page=plan.first_page
+        )
+        return record_BC
+
+    def _fields(self) -> tuple[Tensor, ...]:
+        """The slot state that closing a round reads and writes."""
+        state = self.state
+        return (
+            state.generation_S, state.active_S, state.committed_S, state.max_len_S, state.stop_ids_ST,
+            state.history_SL, state.pending_SW,
+        )  # fmt: skip
+
+    def _draft_next(
+        self,
+        plan: FramePlan,
+        rows: TargetRows,
+        record_BC: Tensor,
+        params: SlotParams | None,
+        *,
+        drafts: int,
+        len_ub: int,
+        first_page: Sequence[int],
+    ) -> None:
+        """Draft for the next frame. rows: those that may have stayed, a chain. params: of slot_B, if known."""
+        state, slot_B, sampled = self.state, rows.slot_B, plan.sampled or plan.min_tokens
         if drafts == 0:
             if self.drafter is not None:
                 state.draft_count_S.index_fill_(0, slot_B, 0)  # those of the last round are spent
@@ -268,7 +329,6 @@ class Frame:
                 sampled=plan.sampled, filtered=plan.filtered, rejection=plan.rejection, coupled=plan.coupled,
             )  # fmt: skip
             self._draft(self.drafter, view, slot_B, record_BC)
-        return record_BC
 
     def _close_sampled(
         self, plan: FramePlan, rows: TargetRows, logits_RV: Tensor, fields: tuple[Tensor, ...]
@@ -307,6 +367,9 @@ class Frame:
     def _draft(self, drafter: Drafter, view: DraftView, slot_B: Tensor, record_BC: Tensor) -> None:
         state = self.state
         drafts = drafter.propose(drafter.extend(view), view)
+        if drafts.tree is not None and self.tree is not None:
+            plant(state, drafts.tree, self.tree, record_BC, slot_B)
+            return
         put = offer_drafts if self.kernels else offer
         put(
             drafts.token_BK, drafts.count_B, record_BC, slot_B, state.active_S, state.committed_S, state.max_len_S,

@@ -22,6 +22,8 @@ class SlotState:
     generation_S: who owns the slot. active_S: 1 while it decodes. committed_S: tokens whose KV is final.
     history_SL: tokens known, the first committed + 1 are valid (the bonus token is the last of them).
     pending_SW: column 0 the bonus token, then the drafts for the next frame; draft_count_S of them are valid.
+    Where drafts are a tree (tree): column n of pending_SW is node n, breadth first, parent_SW its parent (-1 at the
+    root), depth_SW its level, seen_SW bit j: whether it sees node j (itself and its ancestors).
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none.
     widest_frame: slots of the largest bucket, where that is more than max_slots.
@@ -41,6 +43,7 @@ class SlotState:
         device: torch.device,
         real: torch.dtype = torch.float32,
         draft_vocab: int | None = None,
+        tree: bool = False,
     ) -> None:
         s, widest = max_slots + 1, max(max_slots, widest_frame)
         self.device, self.real, self.num_drafts = device, real, num_drafts
@@ -61,6 +64,7 @@ class SlotState:
             "min_p": (s,),
             "stop_ids": (s, max_stop_ids),
             "pending": (s, num_drafts + 1),
+            **dict.fromkeys(("parent", "depth", "seen") if tree else (), (s, num_drafts + 1)),
             "table": (s, pages_per_slot),
             "history": (s, max_len + num_drafts + 2),
             "decode": (widest,),
@@ -88,6 +92,10 @@ class SlotState:
         self.history_SL = view("history")
         self.pending_SW = view("pending")
         self.draft_count_S = view("draft_count")
+        self.tree = tree
+        if tree:
+            self.parent_SW, self.depth_SW = view("parent").fill_(-1), view("depth")
+            self.seen_SW = view("seen").fill_(1)
         self.max_drafts_S = view("max_drafts")
         self.table_SP = view("table")
         self.stop_ids_ST = view("stop_ids").fill_(-1)

@@ -29,6 +29,10 @@ DRAFTERS: dict[str, str] = {
 """Kind -> "module:Class"; a checkpoint of none of these kinds is a language model that drafts by itself."""
 
 
+TREES: dict[str, str] = {"eagle3": "slipstream.draft.eagle3_tree:Eagle3TreeDrafter"}
+"""Kind -> its drafter of trees, which takes `shape` (a TreeShape) besides."""
+
+
 class HeadDrafter(Protocol):
     """The class of a drafter that reads the target's hidden states."""
 
@@ -50,10 +54,12 @@ class HeadDrafter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """A loaded head: the class that drafts with it, and what that class's `load` gave."""
+    """A loaded head: the class that drafts with it, and what that class's `load` gave. tree: the class that grows trees
+    with it, None where there is none."""
 
     drafter: Any
     model: Any
+    tree: Any = None
 
 
 def load_head(
@@ -69,7 +75,8 @@ def load_head(
     if kind is None:
         return None
     cls = drafter_class(kind)
-    return Head(drafter=cls, model=cls.load(folder, values, target, seed=seed if load_format == "dummy" else None))
+    model = cls.load(folder, values, target, seed=seed if load_format == "dummy" else None)
+    return Head(drafter=cls, model=model, tree=_named(TREES[kind]) if kind in TREES else None)
 
 
 def kind_of(values: Mapping[str, Any], folder: Path) -> str | None:
@@ -106,8 +113,7 @@ def drafter_class(kind: str) -> Any:
     """The `HeadDrafter` class of a kind. Raises UnsupportedError that lists what there is."""
     target = DRAFTERS.get(kind)
     if target is not None:
-        module, name = target.split(":")
-        return getattr(import_module(module), name)
+        return _named(target)
     for point in entry_points(group=GROUP):
         if point.name == kind:
             return point.load()
@@ -115,3 +121,8 @@ def drafter_class(kind: str) -> Any:
     raise UnsupportedError(
         f"drafts of the kind {kind!r} are not supported; the known ones are ngram, suffix, a model, {known}"
     )
+
+
+def _named(target: str) -> Any:
+    module, name = target.split(":")
+    return getattr(import_module(module), name)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
-from slipstream.attention.protocol import AttentionContext
+from slipstream.attention.protocol import AttentionContext, TreeSight
 from slipstream.draft.choose import choose
 from slipstream.draft.eagle3_model import Eagle3Model, HeadOutput, load_eagle3
 from slipstream.draft.protocol import Drafts, DraftView, FirstDraft, PrefillView
@@ -103,28 +103,30 @@ class Eagle3Drafter:
         self.model.forward(token_R, self.model.fuse(view.taps), view.pos_R, self.rotary, attention)
 
     def extend(self, view: DraftView) -> FirstDraft:
-        """One row for each position that the round committed, with the target's own features."""
+        out = self._learn(view, logits=view.sampled)
+        token_B, q_BV = self._choose(out, view, 0)
+        count_B = torch.full_like(view.slot_B, min(self.max_drafts, view.drafts))
+        return FirstDraft(token_B=token_B, count_B=count_B, q_BV=q_BV, state_BH=out.state_BH)
+
+    def _learn(self, view: DraftView, *, logits: bool) -> HeadOutput:
+        """One row for each position that the round committed, with the target's own features; output of the last."""
         rows = view.rows
         learn = learnt_rows if self.workspace is None else feature_rows
         slot_R, cell_R, token_R = learn(rows.slot_R, rows.pos_R, view.committed_S, view.history_SL)
         last_B = rows.row_of_BW.gather(1, (view.emitted_B - 1).clamp(min=0)[:, None])[:, 0]
         width = rows.row_of_BW.shape[1]
         if self.fused is not None and slot_R.shape[0] <= self.fused.max_rows:
-            out = self.fused.run(
-                token_R, self.fused.features(rows.taps), slot_R, cell_R, view.table_SP, last_B=last_B,
-                logits=view.sampled, per_slot=width,
+            return self.fused.run(
+                token_R, self.fused.features(rows.taps), slot_R, cell_R, view.table_SP, last_B=last_B, logits=logits,
+                per_slot=width,
             )  # fmt: skip
-        else:
-            depth_R = torch.arange(slot_R.shape[0], device=slot_R.device) - rows.row_of_BW[rows.owner_R, 0]
-            grid = RowGrid(
-                pos_BW=cell_R[rows.row_of_BW], row_of_BW=rows.row_of_BW,
-                cell_of_R=rows.owner_R * width + depth_R.clamp(max=width - 1),
-            )  # fmt: skip
-            attention = self._attention(view, grid, slot_R, cell_R, rows.slot_B, view.len_ub)
-            out = self._run(token_R, self.model.fuse(rows.taps), cell_R, attention, last_B)
-        token_B, q_BV = self._choose(out, view, 0)
-        count_B = torch.full_like(view.slot_B, min(self.max_drafts, view.drafts))
-        return FirstDraft(token_B=token_B, count_B=count_B, q_BV=q_BV, state_BH=out.state_BH)
+        depth_R = torch.arange(slot_R.shape[0], device=slot_R.device) - rows.row_of_BW[rows.owner_R, 0]
+        grid = RowGrid(
+            pos_BW=cell_R[rows.row_of_BW], row_of_BW=rows.row_of_BW,
+            cell_of_R=rows.owner_R * width + depth_R.clamp(max=width - 1),
+        )  # fmt: skip
+        attention = self._attention(view, grid, slot_R, cell_R, rows.slot_B, view.len_ub)
+        return self._run(token_R, self.model.fuse(rows.taps), cell_R, attention, last_B)
 
     def propose(self, first: FirstDraft, view: DraftView) -> Drafts:
         assert first.state_BH is not None, "extend gives a state"
@@ -189,12 +191,18 @@ class Eagle3Drafter:
         )  # fmt: skip
 
     def _kernel(
-        self, table_SP: Tensor, slot_R: Tensor, cell_R: Tensor, cache_slot_R: Tensor, per_slot: int
+        self,
+        table_SP: Tensor,
+        slot_R: Tensor,
+        cell_R: Tensor,
+        cache_slot_R: Tensor,
+        per_slot: int,
+        sight: TreeSight | None = None,
     ) -> AttentionContext:
         from slipstream.attention.kernel import KernelAttention
 
         assert self.workspace is not None
         return KernelAttention(
             self.kv, table_SP=table_SP, slot_R=slot_R, pos_R=cell_R, cache_slot_R=cache_slot_R,
-            workspace=self.workspace, first_cell=FIRST_CELL, per_slot=per_slot,
+            workspace=self.workspace, first_cell=FIRST_CELL, per_slot=per_slot, sight=sight,
         )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.attention.protocol import TreeSight
 from slipstream.draft.eagle3_model import Eagle3Model, HeadOutput
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.eagle import join_norms
@@ -75,11 +76,16 @@ class FusedHead:
         last_B: Tensor | None = None,
         logits: bool,
         per_slot: int = 1,
+        rope_R: Tensor | None = None,
+        sight: TreeSight | None = None,
     ) -> HeadOutput:
         """One pass over rows [R]; its output is that of the rows last_B [B], all of them where it is None.
 
         Rows of slot 0 are padding. logits=False: only the choice is wanted. per_slot: rows of one slot.
+        rope_R, sight: of rows of trees, the cell that each is rotated for, and what it sees.
         """
+        rope_R = cell_R if rope_R is None else rope_R
+        past_R, seen_R = (cell_R, None) if sight is None else sight
         model, ws, pdl = self.model, self.workspace, self.pdl
         c, partial, counters = model.config, ws.partial, ws.counters
         eps, h_RH = c.rms_norm_eps, x_RH
@@ -97,10 +103,10 @@ class FusedHead:
             gains = (block.q_norm.weight, block.k_norm.weight) if c.qk_norm else (None, None)
             q_RND = stream_rope(
                 scaled_RH, block.qkv.weight_NK, block.qkv.bias_N, sq_TR, eps, k_PSKD, v_PSKD, self.cos_LD, self.sin_LD,
-                *gains, eps, table_SP, slot_R, cell_R, cell_R, c.num_heads, partial, counters, pdl,
+                *gains, eps, table_SP, slot_R, rope_R, cell_R, c.num_heads, partial, counters, pdl,
             )  # fmt: skip
             o_RND = paged_attention(
-                q_RND, k_PSKD, v_PSKD, table_SP, slot_R, cell_R, None, c.head_dim**-0.5, partial, counters, pdl,
+                q_RND, k_PSKD, v_PSKD, table_SP, slot_R, past_R, seen_R, c.head_dim**-0.5, partial, counters, pdl,
                 per_slot, self.first_cell,
             )  # fmt: skip
             h_RH, scaled_RH, sq_TR = stream_residual(

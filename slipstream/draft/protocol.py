@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from slipstream.draft.tree import DraftTree
 from slipstream.sampling.slot_params import SlotLaws, SlotParams
 from slipstream.types import Admit
 
@@ -102,21 +103,27 @@ class FirstDraft:
     """What `extend` learnt: the first draft [B], its probabilities [B, V] when drafts are sampled.
 
     state_BH: what the next step of the drafter reads besides the token, for drafters that have such a thing.
+    logits_BD: of the first draft over the drafter's own vocabulary, for drafters of trees.
     """
 
     token_B: Tensor
     count_B: Tensor
     q_BV: Tensor | None = None
     state_BH: Tensor | None = None
+    logits_BD: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drafts:
-    """token_BK [B, k]: drafts in order; the first count_B are offered. q_BKV: their law, None if one-hot."""
+    """token_BK [B, k]: drafts in order; the first count_B are offered. q_BKV: their law, None if one-hot.
+
+    tree: what they are nodes of, where they are no chain; token_BK are its nodes after the root.
+    """
 
     token_BK: Tensor
     count_B: Tensor
     q_BKV: Tensor | None = None
+    tree: DraftTree | None = None
 
 
 @runtime_checkable

@@ -8,16 +8,14 @@ tensors of fixed shape: B slots, K = topk, C candidates of a level, N = total no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-
-MAX_NODES = 64
-"""Most nodes of a tree: its rows see one another by the bits of an int64."""
+from slipstream.types import MAX_TREE_NODES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +28,8 @@ class TreeShape:
     total: int
 
     def __post_init__(self) -> None:
-        for name, low, high in (("topk", 1, MAX_NODES), ("levels", 1, MAX_NODES - 1), ("total", 2, MAX_NODES)):
+        most = MAX_TREE_NODES
+        for name, low, high in (("topk", 1, most), ("levels", 1, most - 1), ("total", 2, most)):
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
                 raise ConfigError(f"draft_tree {name}={value!r} must be a whole number from {low} to {high}")
@@ -39,6 +38,33 @@ class TreeShape:
                 f"draft_tree total={self.total} keeps {self.total - 1} drafts, but topk={self.topk} and "
                 f"levels={self.levels} give only {self.candidates}"
             )
+        if self.expanded > MAX_TREE_NODES:
+            raise ConfigError(
+                f"draft_tree topk={self.topk} and levels={self.levels} expand {self.expanded} nodes, "
+                f"(levels - 1) * topk; the limit is {MAX_TREE_NODES}"
+            )
+
+    @classmethod
+    def of(cls, values: Mapping[str, int]) -> TreeShape:
+        """From the option `draft_tree`. Raises ConfigError that names the key that is missing or unknown."""
+        known = [f.name for f in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ConfigError(f"draft_tree has no {name!r}; it takes {', '.join(known)}")
+        for name in known:
+            if name not in values:
+                raise ConfigError(f"draft_tree={dict(values)} lacks {name!r}; it takes {', '.join(known)}")
+        return cls(**values)
+
+    @property
+    def depth(self) -> int:
+        """Levels that a node which is kept can lie below the root."""
+        return min(self.levels, self.total - 1)
+
+    @property
+    def expanded(self) -> int:
+        """Nodes that a drafter feeds to itself: `topk` of every level but the last."""
+        return (self.levels - 1) * self.topk
 
     @property
     def candidates(self) -> int:

@@ -57,8 +57,8 @@ class Ledger:
             node, shared = self.radix.match(seq.tokens, salt)
         self.radix.lock(node)
         start = len(shared) * page_size
-        new = len(seq.tokens) + seq.most_rows
-        later = new if reserve is None else min(new, seq.request.max_len) + seq.most_rows
+        new = len(seq.tokens) + seq.overhang
+        later = new if reserve is None else min(new, seq.request.max_len) + seq.overhang
         if pages_for_extension([start], [later], page_size) > self.room - (reserve or 0):
             self.radix.unlock(node)
             return False
@@ -67,7 +67,7 @@ class Ledger:
             rereads=self.config.rereads,
         )  # fmt: skip
         seq.shared = set(shared)
-        self.pool.open(seq.slot, shared, seq.request.max_len + seq.most_rows)
+        self.pool.open(seq.slot, shared, seq.request.max_len + seq.overhang)
         self._extend([seq.slot], [start], [new])
         self._measure(seq)
         return True

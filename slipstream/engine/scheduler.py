@@ -79,7 +79,7 @@ class Scheduler:
         self._batch = self._gather([])
         self._first_page: tuple[int, ...] = ()
         # No slot needs more for its next two frames: its pages cover at least its length, with what is queued.
-        self._most_pages = pages_for(2 * (config.num_drafts + 1), config.page_size)
+        self._most_pages = pages_for(2 * (max(config.num_drafts, config.lookahead) + 1), config.page_size)
 
     def add(self, request: Request) -> None:
         """Check a request and queue it. Raises InvalidRequestError; nothing else is affected."""
@@ -90,11 +90,13 @@ class Scheduler:
         if len(self.waiting) >= limit:
             raise InvalidRequestError(f"{len(self.waiting)} requests are waiting; the limit is max_waiting={limit}")
         self._arrivals += 1
+        tree_depth = min(self.config.tree_depth, num_drafts)
         self.sequences[key] = seq = Sequence(
             request=request,
             arrival=self._arrivals,
             num_drafts=num_drafts,
-            lookahead=min(self.config.lookahead, num_drafts),
+            lookahead=self.config.lookahead if tree_depth else min(self.config.lookahead, num_drafts),
+            tree_depth=tree_depth,
         )
         self.enqueue(seq)
 
@@ -228,7 +230,7 @@ class Scheduler:
             rows = min(width, s.most_rows)
             end = s.len_ub + rows
             reach.append(end)
-            if end + s.lookahead > s.covered:
+            if end + s.lookahead > s.covered:  # for a tree's many rows a little early
                 short.append(s)
                 short_rows.append(rows)
         appends = (

@@ -39,6 +39,7 @@ class Sequence:
     arrival: int
     num_drafts: int
     lookahead: int = 0
+    tree_depth: int = 0
     state: State = State.WAITING
     outputs: list[int] = field(default_factory=list)
     acked: int = 0
@@ -62,6 +63,9 @@ class Sequence:
         self.key: Key = (self.request.request_id, self.request.child)
         self.max_len = self.request.max_len
         self.most_rows = 1 + self.num_drafts
+        self.most_tokens = min(self.most_rows, 1 + (self.tree_depth or self.num_drafts))
+        # Cells past the limit that a frame may write: the target's rows, or the drafter's behind them.
+        self.overhang = max(self.most_rows, 1 + self.lookahead)
 
     @property
     def reads(self) -> bool:
@@ -86,19 +90,21 @@ class Sequence:
 
         A drafter with KV of its own writes `lookahead` positions beyond the rows, but none past the limit.
         """
-        return min(self.len_ub + rows + self.lookahead, self.max_len + self.most_rows)
+        beyond = max(rows, min(rows, self.most_tokens) + self.lookahead)
+        return min(self.len_ub + beyond, self.max_len + self.overhang)
 
     def launched(self, launch: int, rows: int) -> None:
         """A decode frame that gives it at most `rows` rows is queued."""
-        self.queued.append((launch, rows))
-        self.ahead += rows
+        tokens = min(rows, self.most_tokens)
+        self.queued.append((launch, tokens))
+        self.ahead += tokens
         self.last_launch = launch
 
     def advanced(self, launch: int, emitted: int) -> None:
         """Its oldest queued frame is collected."""
-        expected, rows = self.queued.popleft()
-        assert launch == expected and emitted <= rows, f"launch {launch}: {emitted} tokens of at most {rows}"
-        self.ahead -= rows
+        expected, most = self.queued.popleft()
+        assert launch == expected and emitted <= most, f"launch {launch}: {emitted} tokens of at most {most}"
+        self.ahead -= most
         self.length += emitted
 
     @property
@@ -108,7 +114,7 @@ class Sequence:
         Frames in flight are left out on purpose: when pages run short for these bounds, sitting out until
         they are collected is cheaper than a preemption.
         """
-        return min(self.length + self.most_rows, self.max_len) + self.most_rows
+        return min(self.length + self.most_tokens, self.max_len) + self.overhang
 
     def restart(self, *, slot: int, generation: int, start: int, node: Node, rereads: int = 0) -> None:
         """It owns `slot` now; KV of the first `start` tokens is there, the last `rereads` of them are read again."""

@@ -34,6 +34,8 @@ KERNELS: dict[str, str] = {
     "offer_drafts": "slipstream.kernels.draft",
     "suffix_places": "slipstream.kernels.suffix",
     "feature_rows": "slipstream.kernels.eagle",
+    "tree_rows": "slipstream.kernels.tree",
+    "compact_path": "slipstream.kernels.tree",
     "join_norms": "slipstream.kernels.eagle",
 }
 """Op name -> module that defines it."""

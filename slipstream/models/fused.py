@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.attention.protocol import TreeSight
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.gemm import stream_head, stream_residual, stream_rope, stream_swiglu
 from slipstream.kernels.norm import norm_prepare, residual_prepare, rms_norm, silu_mul
@@ -55,7 +56,8 @@ class Stream(NamedTuple):
 class Rows(NamedTuple):
     """Where the rows stand: slot and position of each, the page table.
 
-    per_slot: rows of a slot in a frame. tile_T: `prefill_tiles` of a prompt chunk.
+    per_slot: rows of a slot in a frame. tile_T: `prefill_tiles` of a prompt chunk. cell_R: where each row is kept, if
+    that is not its position; sight: what it sees then.
     """
 
     slot_R: Tensor
@@ -63,6 +65,8 @@ class Rows(NamedTuple):
     table_SP: Tensor
     per_slot: int = 1
     tile_T: Tensor | None = None
+    cell_R: Tensor | None = None
+    sight: TreeSight | None = None
 
 
 class FusedDecoder:
@@ -119,12 +123,16 @@ class FusedDecoder:
         taps: tuple[int, ...] = (),
         hidden: bool = False,
         width: int = 1,
+        cell_R: Tensor | None = None,
+        sight: TreeSight | None = None,
     ) -> FusedOutput:
         """One pass. Rows of slot 0 are padding: they write to the sink and their result means nothing.
 
         logits=False: only the argmax is wanted. taps, hidden: as `Model.forward` gives them. width: rows per slot.
+        cell_R, sight: of rows of trees, which are kept elsewhere than at pos_R.
         """
-        stream, tapped = self._layers(token_R, Rows(slot_R, pos_R, table_SP, width), taps)
+        rows = Rows(slot_R, pos_R, table_SP, width, cell_R=cell_R, sight=sight)
+        stream, tapped = self._layers(token_R, rows, taps)
         d, pdl = self.decoder, self.pdl
         eps, head = d.config.rms_norm_eps, self._weight(d.head)
         streamed = token_R.shape[0] <= self.config.head
@@ -174,7 +182,8 @@ class FusedDecoder:
         c, ws, eps = self.decoder.config, self.workspace, self.decoder.config.rms_norm_eps
         gains = (block.q_norm.weight, block.k_norm.weight) if c.qk_norm else (None, None)
         weight_MH, bias_M = self._weight(block.qkv), block.qkv.bias_N
-        at = (rows.table_SP, rows.slot_R, rows.pos_R, rows.pos_R, c.num_heads)
+        cell_R = rows.pos_R if rows.cell_R is None else rows.cell_R
+        at = (rows.table_SP, rows.slot_R, rows.pos_R, cell_R, c.num_heads)
         q_RND: Tensor
         if stream.h_RH.shape[0] <= self.config.rope:
             q_RND = stream_rope(
@@ -190,11 +199,12 @@ class FusedDecoder:
 
     def _attend(self, q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows) -> Tensor:
         ws, scale = self.workspace, self.decoder.config.head_dim**-0.5
-        where = (rows.table_SP, rows.slot_R, rows.pos_R)
+        last_R, seen_R = (rows.pos_R, None) if rows.sight is None else rows.sight
+        where = (rows.table_SP, rows.slot_R, last_R)
         o_RND: Tensor
         if rows.tile_T is None:
             o_RND = paged_attention(
-                q_RND, k_PSKD, v_PSKD, *where, None, scale, ws.partial, ws.counters, self.pdl, rows.per_slot
+                q_RND, k_PSKD, v_PSKD, *where, seen_R, scale, ws.partial, ws.counters, self.pdl, rows.per_slot
             )
         else:
             o_RND = prefill_attention(q_RND, k_PSKD, v_PSKD, *where, rows.tile_T, scale)

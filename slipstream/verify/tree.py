@@ -15,6 +15,7 @@ Rules for unseeded sampling, both exact:
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from slipstream.sampling.rng import (
     PURPOSE_ACCEPT,
     PURPOSE_COUPLED,
     PURPOSE_EMIT,
+    PURPOSE_SYNTHETIC,
     coin,
     noise_from_words,
     race,
@@ -112,35 +114,38 @@ def verify_tree(
     sampled: bool,
     coupled: bool,
     rejection: bool,
+    target_R: Tensor | None = None,
+    synthetic: float | None = None,
     u_BN: Tensor | None = None,
     pick: Pick | None = None,
 ) -> TreeVerdict:
     """Judge a tree per slot. Arguments as in `verify`; u_BN float64 [B, N]: node n's coin, for tests.
 
+    target_R: the rows' argmax, where it is known. synthetic: as in `verify`; the path to the last node is walked.
     pick: (weights [B, V], node where the walk ended [B]) -> token [B], replaces the closing draw.
     """
     vocab = logits_RV.shape[1]
     token_BN = rows.token_BN.clamp(0, vocab - 1)
     parent_BN = rows.parent_BN.clamp(min=0)
-    target_BN = logits_RV.argmax(1)[rows.row_of_BN]
+    target_BN = (logits_RV.argmax(1) if target_R is None else target_R)[rows.row_of_BN]
     p_RV = torch.softmax(logits_RV, -1) if sampled and (coupled or rejection) else logits_RV
     if sampled and coupled:
         coupled_BN = _coupled_tokens(p_RV, rows)
         target_BN = torch.where((rows.mode_B == VerifyMode.COUPLED).unsqueeze(1), coupled_BN, target_BN)
     ok_BN = token_BN == target_BN.gather(1, parent_BN)
     is_rejection_B = rows.mode_B == VerifyMode.REJECTION
-    p_BNV: Tensor | None = None
+    closing: Callable[[Tensor], Tensor] | None = None
     if sampled and rejection:
-        p_BNV = p_RV[rows.row_of_BN]
         coins_BN = _coins(rows) if u_BN is None else u_BN
-        judged_BN, p_BNV = (_target_only if rows.q is None else _multi_round)(p_BNV, rows, token_BN, coins_BN)
+        judged_BN, closing = (_target_only if rows.q is None else _multi_round)(p_RV, rows, token_BN, coins_BN)
         ok_BN = torch.where(is_rejection_B.unsqueeze(1), judged_BN, ok_BN)
+    if synthetic is not None:
+        ok_BN = _by_lot(rows, synthetic)
 
     accepted_B, path_BK, at_B = walk(ok_BN, rows)
     last_B = target_BN.gather(1, at_B.unsqueeze(1)).squeeze(1)
-    if p_BNV is not None:
-        slot_B = torch.arange(at_B.shape[0], device=at_B.device)
-        drawn_B = (pick or _race_pick(rows))(p_BNV[slot_B, at_B], at_B)
+    if closing is not None:
+        drawn_B = (pick or _race_pick(rows))(closing(at_B), at_B)
         last_B = torch.where(is_rejection_B, drawn_B, last_B)
     n_emitted_B = torch.where(rows.nodes_B > 0, accepted_B + 1, 0)
     width_W = torch.arange(rows.depth + 1, device=at_B.device)
@@ -169,32 +174,36 @@ def walk(ok_BN: Tensor, rows: TreeRows) -> tuple[Tensor, Tensor, Tensor]:
     return accepted_B, torch.stack(path, 1), at_B
 
 
-Judged = tuple[Tensor, Tensor]
-"""Which nodes their coin accepts, bool [B, N]; and the closing weights at each node, [B, N, V]."""
+Judged = tuple[Tensor, Callable[[Tensor], Tensor]]
+"""Which nodes their coin accepts, bool [B, N]; and from the nodes [B] where walks end, the closing weights [B, V]."""
 
 
-def _target_only(p_BNV: Tensor, rows: TreeRows, token_BN: Tensor, u_BN: Tensor) -> Judged:
+def _target_only(p_RV: Tensor, rows: TreeRows, token_BN: Tensor, u_BN: Tensor) -> Judged:
     parent_BN = rows.parent_BN.clamp(min=0)
     earlier_BNN = sibling_pairs(rows)
-    slot_B1 = torch.arange(p_BNV.shape[0], device=p_BNV.device).unsqueeze(1)
-    mass_BN = p_BNV[slot_B1, parent_BN, token_BN].double()
+    mass_BN = p_RV[rows.row_of_BN.gather(1, parent_BN), token_BN].double()
     # A sibling with the same token has nothing left to win.
     twin_BN = (earlier_BNN & (token_BN.unsqueeze(2) == token_BN.unsqueeze(1))).any(2)
     mass_BN = torch.where(twin_BN, 0.0, mass_BN)
-    total_BN = p_BNV.double().sum(2).gather(1, parent_BN)
+    total_BN = p_RV.sum(1, dtype=torch.float64)[rows.row_of_BN].gather(1, parent_BN)
     left_BN = total_BN - (earlier_BNN * mass_BN.unsqueeze(1)).sum(2)
     ok_BN = u_BN * left_BN < mass_BN
-    node_N = torch.arange(p_BNV.shape[1], device=p_BNV.device)
-    child_BN = (node_N < rows.nodes_B.unsqueeze(1)) & (rows.parent_BN >= 0)
-    # Refused children lose their mass at their parent; min() of zero, so that the order of writes is no matter.
-    flat_BN = parent_BN * p_BNV.shape[2] + token_BN
-    ceiling_BN = torch.where(child_BN, 0.0, float("inf")).to(p_BNV.dtype)
-    rest = p_BNV.flatten(1).scatter_reduce(1, flat_BN, ceiling_BN, reduce="amin").view_as(p_BNV)
-    return ok_BN, torch.where(rest.amax(2, keepdim=True) > 0, rest, p_BNV)
+    node_N = torch.arange(rows.parent_BN.shape[1], device=p_RV.device)
+
+    def closing(at_B: Tensor) -> Tensor:
+        p_BV = p_RV[rows.row_of_BN.gather(1, at_B.unsqueeze(1)).squeeze(1)]
+        refused_BN = (node_N < rows.nodes_B.unsqueeze(1)) & (rows.parent_BN == at_B.unsqueeze(1))
+        # Refused children lose their mass; min() of zero, so that the order of writes is no matter.
+        ceiling_BN = torch.where(refused_BN, 0.0, float("inf")).to(p_BV.dtype)
+        rest_BV = p_BV.scatter_reduce(1, token_BN, ceiling_BN, reduce="amin")
+        return torch.where(rest_BV.amax(1, keepdim=True) > 0, rest_BV, p_BV)
+
+    return ok_BN, closing
 
 
-def _multi_round(p_BNV: Tensor, rows: TreeRows, token_BN: Tensor, u_BN: Tensor) -> Judged:
+def _multi_round(p_RV: Tensor, rows: TreeRows, token_BN: Tensor, u_BN: Tensor) -> Judged:
     assert rows.q is not None
+    p_BNV = p_RV[rows.row_of_BN]
     q_BNV = rows.q.q_BNV.to(p_BNV.dtype)
     nodes = p_BNV.shape[1]
     node_N = torch.arange(nodes, device=p_BNV.device)
@@ -220,7 +229,21 @@ def _multi_round(p_BNV: Tensor, rows: TreeRows, token_BN: Tensor, u_BN: Tensor) 
         p_BNV = torch.where(refused_BN1 & (mass_BN1 > 0), rest_BNV / mass_BN1, p_BNV)
         if rows.q.siblings is Siblings.WITHOUT_REPLACEMENT:
             q_BNV = torch.where(refused_BN1, without(q_BNV, x_BN1), q_BNV)
-    return ok_BN, p_BNV
+    slot_B = torch.arange(p_BNV.shape[0], device=p_BNV.device)
+    return ok_BN, lambda at_B: p_BNV[slot_B, at_B]
+
+
+def _by_lot(rows: TreeRows, mean_length: float) -> Tensor:
+    """Synthetic acceptance: the first levels of the path to the last node, as many as are drawn; bool [B, N]."""
+    at_B1 = (rows.nodes_B - 1).clamp(min=0).unsqueeze(1)
+    ok_BN = torch.zeros_like(rows.parent_BN, dtype=torch.bool)
+    for _ in range(rows.depth):
+        ok_BN = ok_BN.scatter(1, at_B1, True)
+        at_B1 = rows.parent_BN.gather(1, at_B1).clamp(min=0)
+    whole = math.floor(mean_length - 1.0)
+    u_B = coin(rows.key_B, rows.child_B, rows.base_B, 0, PURPOSE_SYNTHETIC)
+    drawn_B = whole + (u_B < mean_length - 1.0 - whole).to(torch.int64)
+    return ok_BN & (node_depths(rows.parent_BN, rows.depth) <= drawn_B.unsqueeze(1))
 
 
 def without(q_BNV: Tensor, x_BN1: Tensor) -> Tensor:

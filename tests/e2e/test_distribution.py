@@ -94,14 +94,19 @@ def chi_square_p(cells: np.ndarray, law: np.ndarray) -> float:
     return float(chi2.sf(statistic, int(keep.sum()) - 1))
 
 
+TREES = {"tree": {"topk": 3, "levels": 2, "total": 7}, "bush": {"topk": 3, "levels": 1, "total": 4}}
+"""At most three tokens a round, and at most two: then the six tokens take three rounds and more."""
+
+
 def build(dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str = "chain") -> LLM:
+    drafter, _, kind = drafter.partition(":")
     draft: Any = {"none": None, "ngram": "ngram", "suffix": "suffix"}.get(drafter, str(dirs.get(drafter)))
     if drafter == "oracle":
         draft = lambda **kw: OracleDrafter(lambda r: [1, 3, 0, 1, 3, 2, 1, 0, 3, 1, 2, 0, 1, 1, 2], **kw)
     options = {"ngram": {"min_n": 1, "gate": False}, "suffix": {"offset": 1.0, "min_prob": 0.0}}
     return LLM(
         model=str(dirs["target"]), draft=draft, run_ahead=run_ahead, max_slots=64, page_size=1, max_model_len=16,
-        draft_options=options.get(drafter, {}), verifier=verifier,
+        draft_options=options.get(drafter, {}), verifier=verifier, draft_tree=TREES.get(kind),
     )  # fmt: skip
 
 
@@ -122,6 +127,9 @@ def build(dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str = "
         ("eagle3", 2, "chain", {"top_p": 0.9}),
         ("eagle3-part", 1, "chain", {}),
         ("eagle3", 1, "block", {}),
+        ("eagle3:tree", 2, "chain", {"top_p": 0.9}),
+        ("eagle3:bush", 1, "chain", {}),
+        ("eagle3-part:tree", 1, "chain", {}),
     ],
     ids=str,
 )
@@ -150,6 +158,15 @@ def test_a_wrong_block_draft_law_is_noticed(
     monkeypatch.setattr("slipstream.draft.dflash.choose", flat)
     params = SamplingParams(temperature=1.0, n=64, max_tokens=TOKENS, ignore_eos=True)
     with build(dirs, "dspark", 1, verifier) as llm:
+        cells, _ = sample(llm, params, SAMPLES)
+        assert chi_square_p(cells, exact_law(llm, params)) < ALPHA
+
+
+def test_a_sibling_judged_without_its_elders_is_noticed(dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a refused sibling's share is not taken from what is left."""
+    monkeypatch.setattr("slipstream.verify.tree.sibling_pairs", lambda rows: rows.parent_BN[:, :, None] < -1)
+    params = SamplingParams(temperature=1.0, n=64, max_tokens=TOKENS, ignore_eos=True)
+    with build(dirs, "eagle3:tree", 1) as llm:
         cells, _ = sample(llm, params, SAMPLES)
         assert chi_square_p(cells, exact_law(llm, params)) < ALPHA
 

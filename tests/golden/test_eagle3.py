@@ -15,8 +15,11 @@ from slipstream import LLM, SamplingParams
 from slipstream.attention.dense import DenseCausal
 from slipstream.draft.eagle3 import Eagle3Drafter
 from slipstream.draft.eagle3_model import Eagle3Model, load_eagle3
+from slipstream.draft.eagle3_tree import Eagle3TreeDrafter
+from slipstream.draft.protocol import DraftView, FirstDraft, TargetRows
 from slipstream.draft.tree import TreeShape, expand, expand_root, rerank, seen_mask
 from slipstream.kernels.workspace import Workspace
+from slipstream.memory.kv import KVPages
 from slipstream.models.config import read_json
 from slipstream.models.layers import Embedding
 from tests.support.eagle import stand_in_target
@@ -110,6 +113,58 @@ def test_tree(golden_dir: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("page_size", [1, 5, 32])
+def test_tree_drafter(golden_dir: Path, case: str, kernels: bool, page_size: int) -> None:
+    """The drafter's own passes, a level's nodes in one and each with its ancestors, grow the reference's tree."""
+    shape = TreeShape(**json.loads((golden_dir / case / "expected.json").read_text())["tree"])
+    with torch.inference_mode():
+        head, expected = load(golden_dir / case)
+        c, ids = head.config, expected["token_ids"]
+        n = len(ids) - 1
+        pages = -(-(n + 1 + shape.expanded) // page_size)
+        kv = KVPages(
+            num_layers=c.num_layers, num_pages=3 * pages, page_size=page_size, num_kv_heads=c.num_kv_heads,
+            head_dim=c.head_dim, dtype=head.dtype, device=head.device,
+        )  # fmt: skip
+        kv.data.fill_(float("nan") if kernels else 1e4)  # torch's attention multiplies what it masks by zero
+        drafter = Eagle3TreeDrafter(
+            head, shape=shape, kv=kv, max_drafts=shape.total - 1, max_len=64,
+            workspace=Workspace("cpu", floats=1 << 16) if kernels else None,
+        )  # fmt: skip
+        assert (drafter.fused is not None) == kernels
+        tree = drafter.propose(*extended(drafter, expected, pages)).tree
+    assert tree is not None
+    assert tree.token_BN[0].tolist() == expected["tree_token_ids"].tolist()
+    assert tree.parent_BN[0].tolist() == expected["tree_parents"].tolist()
+    torch.testing.assert_close(tree.score_BN[0, 1:], expected["tree_scores"], **CLOSE)
+
+
+def extended(drafter: Eagle3TreeDrafter, expected: dict[str, Tensor], pages: int) -> tuple[FirstDraft, DraftView]:
+    """What the drafter makes of slot 2, whose prefix was verified in one round, beside an idle slot."""
+    ids, slots = expected["token_ids"], torch.tensor([2, 0])
+    n = len(ids) - 1
+    history_SL = torch.zeros(3, n + 8, dtype=torch.int64)
+    history_SL[2, : n + 1] = ids
+    table_SP = torch.zeros(3, pages, dtype=torch.int64)
+    table_SP[2] = torch.arange(2 * pages, 3 * pages).flip(0) + 1
+    row_W = torch.arange(n)
+    rows = TargetRows(
+        slot_R=torch.cat([torch.full((n,), 2), torch.zeros(1).long()]), pos_R=torch.cat([row_W, torch.zeros(1).long()]),
+        token_R=torch.cat([ids[:-1], ids[:1]]), owner_R=torch.cat([torch.zeros(n).long(), torch.ones(1).long()]),
+        slot_B=slots, rows_B=torch.tensor([n, 0]), row_of_BW=torch.stack([row_W, torch.full((n,), n)]),
+        taps=tuple(torch.cat([t, t[:1]]) for t in expected["aux_hidden_states"].chunk(len(drafter.taps), -1)),
+    )  # fmt: skip
+    count_B = torch.tensor([n, 0])
+    view = DraftView(
+        slot_B=slots, committed_B=count_B, drafted_B=count_B, accepted_B=count_B, emitted_B=count_B, rows=rows,
+        history_SL=history_SL, committed_S=torch.tensor([0, 0, n]), table_SP=table_SP, params=None, laws=None, len_ub=n + 1,
+        first_page=(-1, -1), sampled=False, filtered=False, rejection=False, coupled=False,
+    )  # fmt: skip
+    return drafter.extend(view), view
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_every_tensor_matters(golden_dir: Path, case: str, tmp_path: Path) -> None:
     """Negative control: whichever tensor changes by 30 %, some number leaves its tolerance."""
     tensors = load_file(golden_dir / case / "model.safetensors")
@@ -144,10 +199,11 @@ def test_names_of_other_releases(golden_dir: Path, case: str, tmp_path: Path) ->
     assert got["token"].tolist() == expected["chain_token_ids"].tolist()
 
 
+@pytest.mark.parametrize("kind", ["chain", "tree"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "kernels"])
 @pytest.mark.parametrize(("page_size", "chunk", "run_ahead"), [(1, 256, 1), (16, 5, 2), (32, 256, 8)])
 def test_rounds_of_the_reference(
-    golden_dir: Path, dtype: str, page_size: int, chunk: int, run_ahead: int, monkeypatch: pytest.MonkeyPatch
+    golden_dir: Path, kind: str, dtype: str, page_size: int, chunk: int, run_ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Drafted and accepted tokens of every round, and the output, are the reference's.
 
@@ -164,21 +220,22 @@ def test_rounds_of_the_reference(
         dtype = "float32"
     case = json.loads((golden_dir / "e2e_eagle3" / "expected.json").read_text())
     with LLM(
-        model=str(golden_dir / "e2e_target"), draft=str(golden_dir / "e2e_eagle3"), num_drafts=case["chain_steps"],
-        dtype=dtype, page_size=page_size, prefill_chunk=chunk, run_ahead=run_ahead, max_model_len=128,
-        prefix_cache=False,
+        model=str(golden_dir / "e2e_target"), draft=str(golden_dir / "e2e_eagle3"), dtype=dtype, page_size=page_size,
+        prefill_chunk=chunk, run_ahead=run_ahead, max_model_len=128, prefix_cache=False,
+        **({"num_drafts": case["chain_steps"]} if kind == "chain" else {"draft_tree": case["tree"]}),
     ) as llm:  # fmt: skip
         for prompt in case["prompts"]:
-            rounds = prompt["chain"]["rounds"]
+            rounds = prompt[kind]["rounds"]
             # The reference's rounds run past its 48 tokens, ours end there; so ours get room for all of them.
             want = [prompt["output_ids"][0], *(t for r in rounds for t in r["emitted"])]
-            drafts: list[list[int]] = []
+            drafts: list[tuple[list[int], list[int] | None]] = []
             frame = llm._built.device.frame
             propose = frame.drafter.propose
 
             def spy(first: Any, view: Any, propose: Any = propose, drafts: Any = drafts) -> Any:
                 out = propose(first, view)
-                drafts.append(out.token_BK[0].tolist())
+                tree = out.tree
+                drafts.append((out.token_BK[0].tolist(), None if tree is None else tree.parent_BN[0].tolist()))
                 return out
 
             frame.drafter.propose = spy
@@ -186,7 +243,10 @@ def test_rounds_of_the_reference(
             out = llm.generate(prompt["prompt_ids"], params)[0]
             del frame.drafter.propose
             assert out.outputs[0].token_ids == want
-            assert drafts[: len(rounds)] == [r["draft"] for r in rounds]
+            theirs = [
+                (r["draft"], None) if kind == "chain" else (r["tree_tokens"][1:], r["tree_parents"]) for r in rounds
+            ]
+            assert drafts[: len(rounds)] == theirs
             assert abs(out.spec.rounds - len(rounds)) <= 1
             assert out.spec.emitted == len(want) - 1
         llm.check_idle()

@@ -12,9 +12,13 @@ from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.kit import VOCAB, perturb, tiny_model_dir
 from tests.support.reference import planted_oracle
+from tests.support.tree_oracle import oracle_tree
 
 FACTORS: dict[str, Sequence[Any]] = {
-    "drafter": ("none", "ngram", "suffix", "oracle", "draft-good", "draft-bad", "eagle3", "dflash", "dspark"),
+    "drafter": (
+        *("none", "ngram", "suffix", "oracle", "draft-good", "draft-bad", "eagle3", "dflash", "dspark"),
+        *("oracle-tree", "eagle3-tree"),
+    ),
     "sampling": ("greedy", "seeded", "mixed"),
     "batch": (1, 4, 16),
     "page_size": (1, 16),
@@ -25,6 +29,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "shapes": ("exact", "buckets"),
 }
 MAX_TOKENS = 24
+TREE = {"topk": 3, "levels": 3, "total": 8}
 
 
 class Reference(Protocol):
@@ -72,20 +77,21 @@ def run_cell(
     oracle = planted_oracle(
         lambda r: reference.continuation(r.prompt_token_ids, r.params, r.child), vocab=VOCAB, seed=3
     )
-    draft: Any = {"none": None, "ngram": "ngram", "suffix": "suffix", "oracle": oracle}.get(
-        cell["drafter"], str(dirs.get(cell["drafter"]))
-    )
+    drafter = cell["drafter"].removesuffix("-tree")
+    tree = TREE if drafter != cell["drafter"] else None
+    oracles = {"oracle": oracle if tree is None else oracle_tree(oracle)}
+    draft: Any = {"none": None, "ngram": "ngram", "suffix": "suffix", **oracles}.get(drafter, str(dirs.get(drafter)))
     longest = max(len(p) for p in prompts) + MAX_TOKENS
     page = cell["page_size"]
     one = -(-(longest + 8) // page)
     # Under pressure the pool holds little more than one sequence.
     pages = one + one // 2 + 2 if cell["event"] == "preempt" else one * (batch + 2)
     if cell["shapes"] == "buckets":
-        options = {"slot_buckets": (1, 2, 4, 8, 16), "row_tiers": (1, 2, 4), **options}
+        options = {"slot_buckets": (1, 2, 4, 8, 16), "row_tiers": (1, 2, 4, 8), **options}
     elif cell["shapes"] == "padded":  # every frame is as large as the largest
-        options = {"slot_buckets": (16,), "row_tiers": (4,), **options}
+        options = {"slot_buckets": (16,), "row_tiers": (4 if tree is None else tree["total"],), **options}
     llm = LLM(
-        model=str(dirs["target"]), draft=draft, num_drafts=None if draft is None else 3,
+        model=str(dirs["target"]), draft=draft, num_drafts=None if draft is None or tree else 3, draft_tree=tree,
         run_ahead=cell["run_ahead"], page_size=page, num_pages=pages, prefill_chunk=cell["chunk"],
         max_slots=16, max_model_len=longest, **options,
     )  # fmt: skip
@@ -111,7 +117,7 @@ def run_cell(
         outs = llm.generate([list(p) for p in prompts], params)
         assert [o.outputs[0].token_ids for o in outs] == want
         assert all(o.outputs[0].finish_reason == "length" for o in outs)
-        if cell["drafter"] in ("oracle", "draft-good"):
+        if cell["drafter"] in ("oracle", "oracle-tree", "draft-good"):
             assert sum(o.spec.accepted for o in outs) > 0
     llm.check_idle()
 

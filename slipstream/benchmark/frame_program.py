@@ -8,6 +8,7 @@ down) is not in it; those are the lines of device/graphs.py and RecordRing.
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 
@@ -23,10 +24,12 @@ from slipstream.draft.dflash import BlockDrafter
 from slipstream.draft.eagle3 import Eagle3Drafter
 from slipstream.draft.eagle3_config import parse_eagle3
 from slipstream.draft.eagle3_model import dummy_eagle3
+from slipstream.draft.eagle3_tree import Eagle3TreeDrafter
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
 from slipstream.draft.standalone import StandaloneDrafter
 from slipstream.draft.suffix import SuffixDrafter
+from slipstream.draft.tree import TreeShape
 from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
@@ -44,6 +47,8 @@ CONFIG = {
     "intermediate_size": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }  # fmt: skip
+
+TREE = TreeShape(topk=2, levels=3, total=4)
 
 CHUNK = 512
 """Rows of the prefill chunk, most of them padding."""
@@ -76,6 +81,8 @@ LIBRARY_KERNELS = (
 )
 """In a frame of so many rows that the library multiplies."""
 
+TREE_KERNELS = ("slipstream::tree_rows", "slipstream::compact_path", "slipstream::close_round")
+
 EAGLE_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms", "slipstream::stream_linear")
 
 PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention", "slipstream::pack_rows")
@@ -85,13 +92,16 @@ PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention",
 def build(kind: str = "greedy", plant: str = "") -> Program:
     """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
 
-    kind: greedy; sampled; suffix: greedy, dspark: sampled, with that drafter instead of n-gram; eagle3, eagle3-sampled:
-    with an EAGLE-3 head; library: greedy with the kernels that stand between library products; or model: sampled, with
-    drafts by a model, and the plain pass for both. plant: "module:function" that puts a known fault back into a
-    production function, to see that the proof turns red (tests/unit/test_frame_proof.py).
+    kind: greedy; sampled; suffix: greedy, dspark: sampled, with that drafter instead of n-gram; eagle3,
+    eagle3-sampled: with an EAGLE-3 head; tree, tree-sampled: with one that drafts trees; library: greedy with the
+    kernels that stand between library products; or model: sampled, with drafts by a model, and the plain pass for
+    both. plant: "module:function" that puts a known fault back into a production function, to see that the proof
+    turns red (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
-    engine = EngineConfig(max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts)
+    engine = EngineConfig(
+        max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts, lookahead=1 + TREE.expanded
+    )
     config = parse_hf_config(dict(CONFIG))
     weights = WeightBuilder(DummyWeights(config, seed=0, device=device), device=device, dtype=torch.bfloat16)
     model = model_class(config.architecture)(config, weights)
@@ -100,23 +110,24 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         num_layers=config.num_layers, num_pages=engine.num_pages, page_size=page, num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
-    workspace, sampled = Workspace(device), kind in ("sampled", "dspark", "model", "eagle3-sampled")
+    workspace, tree = Workspace(device), TREE if kind.startswith("tree") else None
+    sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled", "tree-sampled")
     drafter: Drafter = NgramDrafter(slots=slots, max_drafts=drafts, device=device)
     if kind == "suffix":
         drafter = SuffixDrafter(max_drafts=drafts)
     if kind == "dspark":
         drafter = _block_drafter(model, engine, workspace)
-    if kind.startswith("eagle3"):
-        drafter = _eagle_drafter(model, engine, workspace)
+    if kind.startswith("eagle3") or tree is not None:
+        drafter = _eagle_drafter(model, engine, workspace, tree)
     if kind == "model":
         drafter = StandaloneDrafter(model, kv=kv, max_drafts=drafts, workspace=workspace)
     state = SlotState(
         max_slots=slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot, num_drafts=drafts,
-        chunk_rows=CHUNK, device=device, draft_vocab=drafter.draft_vocab,
+        chunk_rows=CHUNK, device=device, draft_vocab=drafter.draft_vocab, tree=tree is not None,
     )  # fmt: skip
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
     fused = None if kind == "model" else FusedDecoder(model, kv, workspace, config=cut)
-    frame = Frame(model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace)
+    frame = Frame(model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace, tree=tree)
     if plant:
         module, _, name = plant.partition(":")
         getattr(importlib.import_module(module), name)()
@@ -133,12 +144,14 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             assert frame.prefill(plan, last=True) is not None
 
     kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS}.get(kind, KERNELS)
-    if kind in ("dspark", "suffix") or kind.startswith("eagle3"):
+    if kind in ("dspark", "suffix") or isinstance(drafter, Eagle3Drafter):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
     if kind == "suffix":
         kernels = (*kernels, "slipstream::suffix_places")
-    if kind.startswith("eagle3"):
+    if isinstance(drafter, Eagle3Drafter):
         kernels = (*kernels, *EAGLE_KERNELS)
+    if tree is not None:
+        kernels = (*kernels, *TREE_KERNELS)
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
 
 
@@ -162,7 +175,7 @@ def _block_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -
     return BlockDrafter(network, kv=kv, max_drafts=engine.num_drafts, workspace=workspace, confidence_threshold=0.5)
 
 
-def _eagle_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> Drafter:
+def _eagle_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace, tree: TreeShape | None) -> Drafter:
     """An EAGLE-3 head over a part of the vocabulary, on random weights."""
     ids = {"eagle_aux_hidden_state_layer_ids": [0, 1], "draft_vocab_size": 100, "num_hidden_layers": 1}
     head = dummy_eagle3(parse_eagle3({**CONFIG, **ids}, model.config), model, seed=1)
@@ -171,7 +184,10 @@ def _eagle_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -
         num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size, num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim, dtype=model.dtype, device=model.device,
     )  # fmt: skip
-    return Eagle3Drafter(head, kv=kv, max_drafts=engine.num_drafts, max_len=engine.max_model_len, workspace=workspace)
+    options: dict[str, Any] = {"max_drafts": engine.num_drafts, "max_len": engine.max_model_len, "workspace": workspace}
+    return (
+        Eagle3Drafter(head, kv=kv, **options) if tree is None else Eagle3TreeDrafter(head, kv=kv, shape=tree, **options)
+    )
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:

@@ -368,7 +368,7 @@ class Frame:
         state = self.state
         drafts = drafter.propose(drafter.extend(view), view)
         if drafts.tree is not None and self.tree is not None:
-            plant(state, drafts.tree, self.tree, record_BC, slot_B)
+            plant(state, drafts.tree, self.tree, drafts.count_B, record_BC, slot_B)
             return
         put = offer_drafts if self.kernels else offer
         put(

@@ -76,11 +76,13 @@ def compact(kv: KVPages, state: SlotState, slot_B: Tensor, verdict: TreeVerdict,
     move(kv.data, state.table_SP, slot_B, state.committed_S, verdict.path_BK, verdict.accepted_B)
 
 
-def plant(state: SlotState, tree: DraftTree, shape: TreeShape, record_BC: Tensor, slot_B: Tensor) -> None:
-    """Make trees the slots' pending rows, and say in state and record how many of their drafts are offered.
+def plant(
+    state: SlotState, tree: DraftTree, shape: TreeShape, count_B: Tensor, record_BC: Tensor, slot_B: Tensor
+) -> None:
+    """Make trees the slots' pending rows; say in state and record how many of their drafts the next frame may verify.
 
-    Those that fit before max_len by their depth, and what the slot asked for; a slot that has ended gets none. They are
-    always the first ones, breadth first, so that no node is without its parent.
+    Of the count_B that the drafter offers those that fit before max_len by their depth, and what the slot asked for; a
+    slot that has ended gets none. They are always the first ones, breadth first, so that no node is without its parent.
     """
     state.pending_SW[slot_B, 1:] = tree.token_BN[:, 1:]
     state.parent_SW[slot_B] = tree.parent_BN
@@ -88,7 +90,7 @@ def plant(state: SlotState, tree: DraftTree, shape: TreeShape, record_BC: Tensor
     state.seen_SW[slot_B] = seen_bits(tree.parent_BN, shape.depth)
     room_B = (state.max_len_S[slot_B] - state.committed_S[slot_B] - 2).clamp(min=0)
     # A tree that fits by its depth may have more nodes than places are left: rows past the limit have pages.
-    fits_B = (tree.depth_BN[:, 1:] <= room_B[:, None]).sum(1)
+    fits_B = torch.minimum((tree.depth_BN[:, 1:] <= room_B[:, None]).sum(1), count_B)
     count_B = torch.where(state.active_S[slot_B] > 0, torch.minimum(fits_B, state.max_drafts_S[slot_B]), 0)
     state.draft_count_S[slot_B] = count_B
     record_BC[:, 5] = count_B

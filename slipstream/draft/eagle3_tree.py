@@ -51,7 +51,7 @@ class Eagle3TreeDrafter(Eagle3Drafter):
 
     def extend(self, view: DraftView) -> FirstDraft:
         out = self._learn(view, logits=True)
-        count_B = torch.full_like(view.slot_B, self.max_drafts)
+        count_B = torch.full_like(view.slot_B, min(self.max_drafts, view.drafts))
         token_B, id_D = out.token_B, self.model.id_D
         if token_B is None:
             token_B = out.logits_BD.argmax(1)

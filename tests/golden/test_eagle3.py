@@ -158,8 +158,8 @@ def extended(drafter: Eagle3TreeDrafter, expected: dict[str, Tensor], pages: int
     count_B = torch.tensor([n, 0])
     view = DraftView(
         slot_B=slots, committed_B=count_B, drafted_B=count_B, accepted_B=count_B, emitted_B=count_B, rows=rows,
-        history_SL=history_SL, committed_S=torch.tensor([0, 0, n]), table_SP=table_SP, params=None, laws=None, len_ub=n + 1,
-        first_page=(-1, -1), sampled=False, filtered=False, rejection=False, coupled=False,
+        history_SL=history_SL, committed_S=torch.tensor([0, 0, n]), table_SP=table_SP, params=None, laws=None,
+        len_ub=n + 1, first_page=(-1, -1), drafts=15, sampled=False, filtered=False, rejection=False, coupled=False,
     )  # fmt: skip
     return drafter.extend(view), view
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device import frame as frame_room
+from slipstream.device import tree as tree_room
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.models.fused import FusedDecoder
 
@@ -56,3 +57,15 @@ def positions_from_a_list() -> None:
         return run(self, token_R, slot_R, pos_R, table_SP, **kw)
 
     FusedDecoder.run = slow  # type: ignore[method-assign]
+
+
+def tree_mask_from_the_host() -> None:
+    """draft room: the ancestors of a tree's nodes found in Python, from parents that are read back."""
+    real = tree_room.seen_bits
+
+    def slow(parent_BN: Tensor, levels: int) -> Tensor:
+        for parent in parent_BN[0, :2]:
+            int(parent)
+        return real(parent_BN, levels)
+
+    tree_room.seen_bits = slow

@@ -12,6 +12,7 @@ TARGET = "slipstream.benchmark.frame_program:build"
 TWO_LAYERS_TWO_FRAMES = {
     "greedy": "stream_rope", "suffix": "stream_rope", "sampled": "stream_rope", "dspark": "stream_rope",
     "library": "rope_kv_write", "model": "prefill_attention", "eagle3": "stream_rope", "eagle3-sampled": "stream_rope",
+    "tree": "stream_rope", "tree-sampled": "stream_rope",
 }  # fmt: skip
 
 
@@ -21,10 +22,17 @@ def test_the_frame_is_clean(kind: str) -> None:
     assert proof.exit_code == 0, proof.table()
     assert proof.frames == 2 and proof.ops > 150
     # Each frame has a decode pass and a prefill pass; in the plain pass target and draft model read the prompt.
-    # The head of one layer takes three passes after the decode pass, and three after the prefill pass.
-    times = {"library": 8, "model": 8, "eagle3": 4 + 12, "eagle3-sampled": 4 + 12}.get(kind, 4)
+    # The head of one layer takes three passes after the decode pass, and three after the prefill pass: three drafts, or
+    # three levels of a tree.
+    heads = ("eagle3", "eagle3-sampled", "tree", "tree-sampled")
+    times = {"library": 8, "model": 8, **dict.fromkeys(heads, 4 + 12)}.get(kind, 4)
     assert proof.kernels[f"slipstream::{TWO_LAYERS_TWO_FRAMES[kind]}"] == times
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
+    if kind.startswith("tree"):  # in its decode rounds trees are judged, in tensor operations
+        ops = ("tree_rows", "compact_path", "close_round", "close_sampled", "close_greedy")
+        assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops[:3]] == [2, 2, 2]
+        assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops[3:]] == ([2, 0] if "-" in kind else [0, 2])
+        return
     sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled")
     ops = ("race_rows", "close_sampled", "close_greedy")
     assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops] == ([4, 4, 0] if sampled else [0, 0, 4])
@@ -41,6 +49,7 @@ def test_the_frame_is_clean(kind: str) -> None:
         ("length_read_back", "greedy", "host-read"),
         ("boolean_index_in_sampling", "sampled", "boolean-index"),
         ("positions_from_a_list", "greedy", "pageable-copy"),
+        ("tree_mask_from_the_host", "tree", "host-read"),
     ],
 )
 def test_a_fault_put_back_turns_it_red(plant: str, kind: str, rule: str) -> None:

@@ -11,8 +11,10 @@ import torch
 from slipstream.kernels import draft as ops_draft
 from slipstream.kernels import frame as ops
 from slipstream.kernels import suffix as ops_suffix
-from slipstream.kernels.jit import draft, frame, suffix
+from slipstream.kernels import tree as ops_tree
+from slipstream.kernels.jit import draft, frame, suffix, tree
 from tests.support.frame_kernel_cases import State, draft_memory, random_state, same_state, slot_list
+from tests.support.tree_cases import random_paths, random_trees
 
 SLOTS, PADDING = 20, 4
 B = SLOTS + PADDING
@@ -135,3 +137,26 @@ def test_suffix_places(columns: int, depth: int, monkeypatch: pytest.MonkeyPatch
     suffix.launch_suffix_places(state.history, slot, end, rank, depth=depth)
     assert torch.equal(rank, ops_suffix.suffix_places(state.history, slot, end, columns, depth))
     assert int(rank.max()) >= min(depth, 4) * columns
+
+
+@pytest.mark.parametrize("nodes", [2, 9, 64])
+def test_tree_rows(nodes: int) -> None:
+    committed, depth, seen = random_trees(SLOTS, nodes)
+    slot = torch.randint(0, SLOTS + 1, (3 * 128 + 5,))
+    cell = committed[slot] + torch.randint(0, nodes, slot.shape)
+    got = [unwritten(*slot.shape) for _ in range(3)]
+    tree.launch_tree_rows(slot, cell, committed, depth, seen, *got)
+    for a, b in zip(got, ops_tree.placed_rows(slot, cell, committed, depth, seen), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("page", "depth", "heads", "dim"), [(1, 4, 2, 12), (3, 1, 1, 8), (16, 7, 3, 40), (5, 20, 2, 64)]
+)
+def test_compact_path(page: int, depth: int, heads: int, dim: int) -> None:
+    """Paths whose nodes move onto one another; the rest of the cache, NaN in the sink, stays as it is."""
+    case = random_paths(SLOTS, PADDING, depth, page=page, shape=(heads, dim))
+    want, got = case.data.clone(), case.data.clone()
+    ops_tree.moved_path(want, *case[1:])
+    tree.launch_compact_path(got, *case[1:])
+    assert torch.equal(got.nan_to_num(99), want.nan_to_num(99)) and not torch.equal(want[:, :, 1:], case.data[:, :, 1:])

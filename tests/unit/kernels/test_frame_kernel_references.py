@@ -10,11 +10,13 @@ from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import DraftSlots, DraftView, InPlaceDrafter
 from slipstream.kernels import draft as ops_draft
 from slipstream.kernels import frame as ops
+from slipstream.kernels.tree import moved_path
 from slipstream.sampling.slot_params import SlotParams
 from slipstream.types import FinishCode
 from slipstream.verify import OneHot, VerifyRows, verify
 from tests.support.draft_views import no_rows
 from tests.support.frame_kernel_cases import draft_memory, random_state, same_state, slot_list
+from tests.support.tree_cases import random_paths, random_trees
 
 SLOTS, DRAFTS = 40, 3
 
@@ -108,6 +110,10 @@ def test_fakes_and_schemas() -> None:
     greedy = (torch.randint(0, 5, (20,)), row_of, rows, slot, *s.fields, s.key, s.child)
     for synthetic in (None, 2.5):
         opcheck(library.close_greedy.default, (*greedy, synthetic), test_utils=checks)
+    committed, depth, seen = random_trees(6, 5)
+    where = (slot, committed[slot] + 1, committed, depth, seen)
+    opcheck(library.tree_rows.default, where, test_utils=checks)
+    opcheck(library.compact_path.default, tuple(random_paths(6, 2, 3)), test_utils=checks)
     s = state.copy()
     offered = (torch.zeros(8, 3).long(), torch.ones(8).long(), torch.zeros(8, 10).long(), slot)
     rest = (s.active, s.committed, s.max_len, s.max_drafts, s.pending, s.draft_count)
@@ -126,3 +132,22 @@ def test_a_match_of_length_zero_is_none() -> None:
     history = torch.tensor([[1, 2, 3, 9, 9]])
     token, matched = ops_draft.lookup(history, torch.tensor([2]), 1, 3, torch.arange(2))
     assert matched.tolist() == [0] and token.shape == (1, 2)
+
+
+@pytest.mark.parametrize("page", [1, 3, 16])
+def test_a_path_moves_to_its_own_positions(page: int) -> None:
+    """Cell by cell in plain Python; what is not the path's stays, and so does the sink."""
+    case = random_paths(5, 2, 6, page=page)
+    want, got = case.data.clone(), case.data.clone()
+    for slot, path, accepted in zip(case.slot.tolist(), case.path.tolist(), case.accepted.tolist(), strict=True):
+        base = int(case.committed[slot])
+
+        def cell(at: int, slot: int = slot) -> tuple[int, int]:
+            return int(case.table[slot, at // page]), at % page
+
+        for i in range(accepted if slot else 0):
+            (p, c), (q, d) = cell(base + path[i]), cell(base + 1 + i)
+            want[:, :, q, d] = case.data[:, :, p, c]
+    moved_path(got, *case[1:])
+    assert torch.equal(got.nan_to_num(99), want.nan_to_num(99))
+    assert not torch.equal(got[:, :, 1:], case.data[:, :, 1:])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.benchmark.decode import versions
+from slipstream.config import TREE_HELP, tree_values
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.types import SamplingParams, SpecStats
 
@@ -31,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="M", help="directory, GGUF file or hub id (default: SmolLM2-135M-Instruct)")
     add("--draft", metavar="D", required=True, help='"ngram", or the path of a draft')
     add("--num-drafts", type=int, metavar="K", help="drafts per round")
+    add("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
     add("--max-prompts", type=int, metavar="N", help="at most N prompts, taken evenly from the file")
     add("--max-tokens", type=int, default=128, metavar="N", help="tokens per answer (default 128)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
@@ -120,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
     rows, left_out = measure(args, prompts)
     report = {"versions": versions(), "command": sys.argv[1:], "left_out": left_out, "rows": rows}
     if args.plot:
-        plot(rows, Path(args.plot), f"{args.draft}, {args.num_drafts or 'default'} drafts")
+        plot(rows, Path(args.plot), f"{args.draft}, {args.draft_tree or args.num_drafts or 'default'} drafts")
     if args.json:
         print(json.dumps(report))
     else:
@@ -136,7 +138,8 @@ def measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> tuple[list[d
 
     common = {k: getattr(args, k) for k in ("dtype", "device", "threads") if getattr(args, k) is not None}
     common["max_slots"] = max(args.batch, 1)
-    drafts = {} if args.num_drafts is None else {"num_drafts": args.num_drafts}
+    given = {"num_drafts": args.num_drafts, "draft_tree": args.draft_tree and tree_values(args.draft_tree)}
+    drafts = {name: value for name, value in given.items() if value is not None}
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     tallies: dict[str, Tally] = {}
     left_out = 0

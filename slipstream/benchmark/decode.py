@@ -19,6 +19,7 @@ from typing import Any
 
 from slipstream import __version__
 from slipstream.benchmark import floor
+from slipstream.config import TREE_HELP, tree_values
 from slipstream.errors import ConfigError
 from slipstream.types import SamplingParams
 
@@ -26,7 +27,7 @@ SHORT = 32
 """Output tokens of the short run: enough that every sequence of a batch has started before one ends."""
 
 _LLM_OPTIONS = (
-    "model", "load_format", "draft", "num_drafts", "synthetic_acceptance", "dtype", "device", "threads",
+    "model", "load_format", "draft", "num_drafts", "draft_tree", "synthetic_acceptance", "dtype", "device", "threads",
     "run_ahead", "seed",
 )  # fmt: skip
 
@@ -60,11 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--load-format", choices=("auto", "dummy"), help="dummy: seeded random weights from a config.json")
     add("--draft", metavar="D", help='"ngram", or a draft: a head for the model, or a model (default: none)')
     add("--num-drafts", type=int, metavar="K", help="drafts per round")
+    add("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
     add(
         "--synthetic-acceptance",
         type=float,
         metavar="X",
-        help="mean tokens per round, 1 to K + 1; overrides only the accept decision",
+        help="mean tokens per round, 1 to K + 1 (of a tree: to its levels + 1); overrides only the accept decision",
     )
     add("--batch", default="1,8,32", metavar="N,N,...", help="batch sizes (default 1,8,32)")
     add("--prompt-len", type=int, default=128, metavar="N", help="prompt tokens per sequence (default 128)")
@@ -220,6 +222,8 @@ def _positive(option: str, value: int) -> None:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     """Keyword arguments for LLM; those the user left alone are left to LLM's own defaults."""
     chosen = {name: getattr(args, name) for name in _LLM_OPTIONS}
+    if args.draft_tree is not None:
+        chosen["draft_tree"] = tree_values(args.draft_tree)
     return {name: value for name, value in chosen.items() if value is not None}
 
 
@@ -342,6 +346,7 @@ def _facts(llm: Any, args: argparse.Namespace, *, rate: float, weight_bytes: int
         "capture": resolved.get("capture"),
         "draft": args.draft,
         "num_drafts": resolved["num_drafts"],
+        "draft_tree": resolved.get("draft_tree"),
         "synthetic_acceptance": args.synthetic_acceptance,
         "dtype": resolved["dtype"],
         "device": resolved["device"],

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from slipstream.config import TREE_HELP, tree_values
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.types import MAX_DRAFTS, SamplingParams
 
@@ -29,12 +30,6 @@ ENGINE_OPTIONS = (
     "gpu_memory_mib",
 )
 """Options that are handed to `LLM` under the same name when the user gave them."""
-
-
-TREE_HELP = (
-    "draft a tree instead of a chain: children per expanded node, levels, nodes that are kept with the root; 4,4,16 "
-    "for example"
-)
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,7 +60,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "smaller model with the same vocabulary (default: none)",
     )
     group.add_argument("--num-drafts", type=int, metavar="K", help=f"drafts per round, at most {MAX_DRAFTS}")
-    group.add_argument("--draft-tree", type=tree_values, metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
+    group.add_argument("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: cuda when there is one")
     group.add_argument("--dtype", choices=("auto", "float32", "float64", "bfloat16"))
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
@@ -145,6 +140,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--num-drafts {drafts} must be between 0 and {MAX_DRAFTS}")
     if "draft_tree" in chosen and "draft" not in chosen:
         raise ConfigError("--draft-tree needs a drafter; add --draft with the path of an EAGLE-3 head")
+    if "draft_tree" in chosen:
+        chosen["draft_tree"] = tree_values(chosen["draft_tree"])
     if drafts and "draft" not in chosen:
         raise ConfigError(f"--num-drafts {drafts} needs a drafter; add --draft ngram, --draft suffix or --draft PATH")
     for name in ("max_model_len", "run_ahead", "threads"):
@@ -154,14 +151,6 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         if not chosen.get(name, 1) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {chosen[name]} must be above 0")
     return chosen
-
-
-def tree_values(text: str) -> dict[str, int]:
-    """ "4,4,16" as the option draft_tree. Raises ConfigError for anything but three whole numbers."""
-    parts = text.split(",")
-    if len(parts) != 3 or not all(p.strip().isascii() and p.strip().isdigit() and len(p) <= 6 for p in parts):
-        raise ConfigError(f"--draft-tree {text[:40]!r} must be three whole numbers: topk,levels,total, such as 4,4,16")
-    return dict(zip(("topk", "levels", "total"), map(int, parts), strict=True))
 
 
 def token_ids(text: str) -> list[int]:

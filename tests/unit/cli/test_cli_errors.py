@@ -40,6 +40,8 @@ WRONG = {
     "too many drafts": (["generate", "hi", "--draft", "ngram", "--num-drafts", "1000"], "1000"),
     "negative drafts": (["generate", "hi", "--draft", "ngram", "--num-drafts", "-1"], "-1"),
     "drafts by nobody": (["generate", "hi", "--num-drafts", "3"], "--draft"),
+    "a tree of words": (["generate", "hi", "--draft", "x", "--draft-tree", "4,x"], "--draft-tree '4,x'"),
+    "a tree by nobody": (["generate", "hi", "--draft-tree", "4,4,16"], "--draft "),
     "a device that is none": (["generate", "hi", "--device", "tpu"], "'tpu'"),
     "run-ahead of 0": (["generate", "hi", "--run-ahead", "0"], "--run-ahead 0"),
     "system text without template": (["generate", "hi", "--raw", "--system", "x"], "--raw"),

@@ -49,7 +49,7 @@ def _parser(kind: str) -> Parser:
     data = parser.add_argument_group("data")
     data.add_argument("--prompts", metavar="FILE", help="user turns; without it the model writes its own")
     data.add_argument("--conversations", type=int, default=20_000, metavar="N")
-    data.add_argument("--max-len", type=int, default=512, metavar="N", help="tokens of prompt and answer")
+    data.add_argument("--max-len", type=int, default=1024, metavar="N", help="tokens of prompt and answer")
     data.add_argument("--slots", type=int, metavar="N", help="answers generated side by side")
     if kind == "corpus":
         return parser

@@ -15,6 +15,7 @@ from slipstream.train.corpus import Corpus, loops
 from slipstream.types import SamplingParams
 
 _MARK = "\u241f"  # stands for the user's text while the template's header is found
+_CHARS = 4  # of a token of English, about
 Progress = Callable[[str, int, int], None]
 
 FOLLOW_UPS = (
@@ -30,17 +31,28 @@ FOLLOW_UPS = (
 )
 """Second-round prompts around earlier answers: long contexts from which answers copy."""
 
+OPENERS = (
+    "", "Translate German to English: ", "", "Summarize the following article:\n\n", "",
+    "Write a Python function that ", "", "A store ", "", "Translate the following sentence to English: ", "", "Question: ", "", "Who ", "",
+    "Compose ", "", "If ", "", "Solve: ", "", "Imagine ", "", "What is ", "", "Explain ", "", "When did ", "",
+    "Write an email ", "", "Read the passage and answer.\n\nPassage: ", "", "How many ", "", "Edit this paragraph: ",
+    "", "Implement ",
+)  # fmt: skip
+"""How user turns begin; the model goes on. Left to itself it asks for advice and little else: a draft trained on that
+agreed with its target at 0.56 of the positions there, and at 0.18 on short questions, translations and sums."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What is generated.
 
-    conversations: answers wanted. max_len: most tokens of prompt and answer. follow_ups: share of conversations whose
-    prompt quotes earlier answers. temperatures: answers cycle through them, 0 is greedy. seed: of every draw.
+    conversations: answers wanted. max_len: most tokens of prompt and answer; a draft is no better than its luck at
+    positions it has not seen. follow_ups: share of conversations whose prompt quotes earlier answers, up to half of
+    max_len of them. temperatures: answers cycle through them, 0 is greedy. seed: of every draw.
     """
 
     conversations: int = 20_000
-    max_len: int = 512
+    max_len: int = 1024
     max_prompt: int = 128
     follow_ups: float = 0.3
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
@@ -79,6 +91,7 @@ def read_prompts(path: Path) -> list[str]:
 def make_prompts(llm: LLM, count: int, recipe: Recipe, progress: Progress | None = None) -> list[str]:
     """`count` user turns that the model writes itself, without repetitions."""
     header = user_header(llm)
+    starts = [header + (llm.tokenizer.encode(o, add_special_tokens=False) if o else []) for o in OPENERS]
     seen: dict[str, None] = {}
     round_, size = 0, max(64, count + count // 4)
     while len(seen) < count:
@@ -88,9 +101,9 @@ def make_prompts(llm: LLM, count: int, recipe: Recipe, progress: Progress | None
             )
             for i in range(size)
         ]
-        before = len(seen)
-        for out in llm.generate([header] * size, params, use_tqdm=False):
-            text = out.outputs[0].text.strip()
+        before, turns = len(seen), [(round_ + i) % len(OPENERS) for i in range(size)]
+        for turn, out in zip(turns, llm.generate([starts[t] for t in turns], params, use_tqdm=False), strict=True):
+            text = (OPENERS[turn] + out.outputs[0].text).strip()
             if len(text) >= 8 and out.outputs[0].finish_reason == "stop" and not loops(out.outputs[0].token_ids):
                 seen.setdefault(text)
         round_ += size
@@ -137,14 +150,24 @@ def answer(
 def follow_ups(answers: Sequence[str], questions: Sequence[str], count: int, recipe: Recipe) -> list[str]:
     """Prompts that quote earlier answers."""
     rng = random.Random(recipe.seed)
-    texts = [t.strip() for t in answers if 200 <= len(t) <= 1200]
+    texts = [t.strip() for t in answers if len(t) >= 200]
     if not texts:
         return []
+    most = recipe.max_len // 2 * _CHARS
     made = []
     for i in range(count):
-        text, other, question = rng.choice(texts), rng.choice(texts), rng.choice(questions)
-        made.append(FOLLOW_UPS[i % len(FOLLOW_UPS)].format(text=text[:900], other=other[:500], question=question))
+        room = rng.randint(min(400, most), most)
+        text, other = _document(rng, texts, room * 2 // 3), _document(rng, texts, room // 3)
+        made.append(FOLLOW_UPS[i % len(FOLLOW_UPS)].format(text=text, other=other, question=rng.choice(questions)))
     return made
+
+
+def _document(rng: random.Random, texts: Sequence[str], chars: int) -> str:
+    """Some of `texts` as paragraphs, at most `chars` characters."""
+    parts = [rng.choice(texts)]
+    while sum(len(p) for p in parts) < chars:
+        parts.append(rng.choice(texts))
+    return "\n\n".join(parts)[:chars]
 
 
 def generate_corpus(

@@ -13,7 +13,7 @@ import torch
 from slipstream.cli import main
 from slipstream.errors import ConfigError
 from slipstream.train.corpus import Corpus
-from slipstream.train.generate import Recipe, generate_corpus, make_prompts, read_prompts, user_header
+from slipstream.train.generate import OPENERS, Recipe, generate_corpus, make_prompts, read_prompts, user_header
 from tests.support.tiny import write_tiny_checkpoint
 
 
@@ -41,7 +41,7 @@ class ScriptedLLM:
             self.asked.append(p)
             n = min(p.max_tokens, 40)
             ids = [5] * n if p.seed % 9 == 0 else [(p.seed * 31 + 7 * i * i) % 89 for i in range(n)]
-            text = f"turn number {p.seed % 500}: " + "words " * 40
+            text = f"turn number {p.seed % 20}: " + "words " * 40
             outs.append(SimpleNamespace(outputs=[SimpleNamespace(text=text, token_ids=ids, finish_reason="stop")]))
         return outs
 
@@ -51,6 +51,7 @@ def test_prompts_are_distinct_and_the_corpus_repeats() -> None:
     assert user_header(llm) == ScriptedLLM._encode("<s>user ")
     prompts = make_prompts(llm, 100, Recipe(conversations=100))
     assert len(set(prompts)) == 100
+    assert {o.strip() for o in OPENERS} <= {p.partition("turn number")[0].strip() for p in prompts}
     recipe = Recipe(conversations=60, max_len=400, follow_ups=0.25, seed=3)
     corpus, again = generate_corpus(llm, recipe), generate_corpus(llm, recipe)
     assert torch.equal(corpus.token_NT, again.token_NT)

@@ -33,10 +33,10 @@ FOLLOW_UPS = (
 
 OPENERS = (
     "", "Translate German to English: ", "", "Summarize the following article:\n\n", "",
-    "Write a Python function that ", "", "A store ", "", "Translate the following sentence to English: ", "", "Question: ", "", "Who ", "",
-    "Compose ", "", "If ", "", "Solve: ", "", "Imagine ", "", "What is ", "", "Explain ", "", "When did ", "",
-    "Write an email ", "", "Read the passage and answer.\n\nPassage: ", "", "How many ", "", "Edit this paragraph: ",
-    "", "Implement ",
+    "Write a Python function that ", "", "A store ", "", "Translate the following sentence to English: ", "",
+    "Question: ", "", "Who ", "", "Compose ", "", "If ", "", "Solve: ", "", "Imagine ", "", "What is ", "",
+    "Explain ", "", "When did ", "", "Write an email ", "", "Read the passage and answer.\n\nPassage: ", "",
+    "How many ", "", "Edit this paragraph: ", "", "Implement ",
 )  # fmt: skip
 """How user turns begin; the model goes on. Left to itself it asks for advice and little else: a draft trained on that
 agreed with its target at 0.56 of the positions there, and at 0.18 on short questions, translations and sums."""

@@ -33,13 +33,14 @@ def main(argv: list[str]) -> int:
     kind = argv[0]
     if kind not in KINDS:
         raise ConfigError(f"unknown draft kind {kind!r}; choose from {', '.join(KINDS)}")
-    args = _parser(kind).parse_args(argv[1:])
+    args = parser(kind).parse_args(argv[1:])
     if kind == "corpus":
         return _make_corpus(args)
     return _run(kind, args)
 
 
-def _parser(kind: str) -> Parser:
+def parser(kind: str) -> Parser:
+    """Arguments of `slipstream train KIND`."""
     parser = Parser(prog=f"slipstream train {kind}", description=f"Train: {kind}.")
     add = parser.add_argument
     add("--model", metavar="M", help="the target: directory, GGUF file or hub id (default: SmolLM2-135M-Instruct)")

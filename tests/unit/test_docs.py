@@ -69,15 +69,17 @@ def commands() -> list[list[str]]:
 
 def check_command(words: list[str]) -> argparse.Namespace:
     """Parses a documented command without running it; raises ConfigError for an unknown option."""
-    from slipstream.benchmark import decode
-    from slipstream.cli import chat, generate
+    from slipstream.benchmark import accept, decode
+    from slipstream.cli import chat, generate, train
     from slipstream.cli.options import Parser
 
-    bench = Parser(prog="slipstream bench decode")
-    decode.add_arguments(bench)
     parsers = {"generate": generate.parser(), "chat": chat.parser()}
-    if words[:2] == ["bench", "decode"]:
+    if words[0] == "bench":
+        bench = Parser(prog=f"slipstream bench {words[1]}")
+        {"decode": decode, "accept": accept}[words[1]].add_arguments(bench)
         return bench.parse_args(words[2:])
+    if words[0] == "train":
+        return train.parser(words[1]).parse_args(words[2:])
     return parsers[words[0]].parse_args(words[1:])
 
 

@@ -46,8 +46,9 @@ class StubFrame:
         self.ns += perf_counter_ns() - began
         return record_BC
 
-    def prefill(self, plan: FramePlan, spans: Any, num_last: int) -> Tensor | None:
-        return self._record(self.state.last_slot_B[:num_last], 1) if num_last else None
+    def prefill(self, plan: FramePlan, *, last: bool) -> Tensor | None:
+        ends = plan.prefill_prompts or sum(span.last for span in plan.prefill)
+        return self._record(self.state.last_slot_B[:ends], 1) if last else None
 
     def _record(self, slot_B: Tensor, width: int) -> Tensor:
         record_BC = slot_B.new_ones(slot_B.shape[0], RECORD_COLUMNS + width)

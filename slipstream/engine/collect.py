@@ -27,42 +27,40 @@ class Collector:
         """Apply the records of one launch; then release what waited for it."""
         events: list[TokenEvent] = []
         rounds: list[Round] = []
-        running, left = self.scheduler.running, result.decoded
-        for slot, record in zip(result.slots, result.records, strict=True):
-            prefill, left = left <= 0, left - 1
+        running, launch, decoded = self.scheduler.running, result.seq, result.decoded
+        for i, (slot, record) in enumerate(zip(result.slots, result.records, strict=True)):
             generation, n, accepted, verified, finish, next_drafts, *tokens = record
             seq = running.get(slot)
             if seq is None or seq.generation != generation:
                 continue  # the sink, or a frame that was queued before its slot ended
-            seq.wanted = 1 + min(seq.num_drafts, next_drafts)
+            seq.wanted = 1 + (next_drafts if next_drafts < seq.num_drafts else seq.num_drafts)
             drafted = None
-            if prefill:
-                seq.prefilled = True
-            else:
-                seq.advanced(result.seq, n)
+            if i < decoded:
+                seq.advanced(launch, n)
                 drafted = verified
+            else:
+                seq.prefilled = True
             if n == 0:
                 continue
             if drafted is not None:
-                rounds.append((drafted, accepted, n))
-                seq.stats.add_round(drafted, accepted, n)
+                of = (drafted, accepted, n)
+                rounds.append(of)
+                seq.took(of)
             del tokens[n:]
-            reason = _REASON.get(finish)
-            self._grow(seq, tokens, prefill, reason)
+            seq.outputs += tokens
+            if not seq.request.needs_ack:
+                seq.acked = len(seq.outputs)
+            reason = None
+            if finish:
+                reason = _REASON[finish]
+                self._end(seq, reason)
+            elif drafted is None:
+                self.scheduler.ledger.share_prompt(seq)
             request_id, child = seq.key
             events.append(TokenEvent(request_id, child, tuple(tokens), accepted, drafted, reason))
         self.metrics.spec.add_rounds(rounds)
-        self.scheduler.settle(result.seq)
+        self.scheduler.settle(launch)
         return events
-
-    def _grow(self, seq: Sequence, tokens: list[int], prefill: bool, reason: str | None) -> None:
-        seq.outputs += tokens
-        if not seq.request.needs_ack:
-            seq.acked = len(seq.outputs)
-        if reason is not None:
-            self._end(seq, reason)
-        elif prefill:
-            self.scheduler.ledger.share_prompt(seq)
 
     def ack(self, key: Key, upto: int) -> None:
         """The first `upto` output tokens are returned to the user. Unknown (ended) requests are ignored."""

@@ -72,11 +72,15 @@ class Ledger:
         self._measure(seq)
         return True
 
-    def grow(self, seqs: list[Sequence], rows: list[int]) -> list[tuple[int, tuple[int, ...]]]:
-        """Pages for one more frame of rows[i] rows; per sequence the first new table index, and the ids."""
+    def grow(self, seqs: list[Sequence], rows: list[int], stock: int = 0) -> list[tuple[int, tuple[int, ...]]]:
+        """Pages for one more frame of rows[i] rows; per sequence the first new table index, and the ids.
+
+        stock: positions beyond that which each gets too, as far as it can come.
+        """
         slots = [s.slot for s in seqs]
         old = [s.covered for s in seqs]
-        new = [max(o, s.cover(r)) for o, s, r in zip(old, seqs, rows, strict=True)]
+        most = [s.max_len + s.overhang for s in seqs]
+        new = [max(o, min(s.cover(r) + stock, m)) for o, s, r, m in zip(old, seqs, rows, most, strict=True)]
         pages = self._extend(slots, old, new)
         for s in seqs:
             self._measure(s)

@@ -21,6 +21,8 @@ from slipstream.types import Admit, Drop, FramePlan, PageAppend, PrefillSpan, Re
 
 WAITING_RUN_AHEAD = 2
 """Run-ahead while requests wait: one launch runs, one is queued behind it, so the device still has no gap."""
+STOCK_PAGES = 8
+"""Pages that a slot gets ahead of need while there is plenty: page tables are then rarely written."""
 
 
 class _Flags(NamedTuple):
@@ -61,7 +63,8 @@ class Scheduler:
     """Owns the waiting queue and the running slots; `plan` is called once per launch.
 
     In steady decode a plan costs one short pass over the slots: what depends on who decodes is kept in a
-    `_Batch`, and pages are only counted when they may be short or a slot has come to the end of its last one.
+    `_Batch`, and pages are only counted when they may be short or a slot has come to the end of its last one. All
+    slots are then stocked together, so that few launches carry pages: what goes up stands between two frames.
     """
 
     def __init__(self, config: EngineConfig, metrics: Metrics) -> None:
@@ -80,6 +83,9 @@ class Scheduler:
         self._first_page: tuple[int, ...] = ()
         # No slot needs more for its next two frames: its pages cover at least its length, with what is queued.
         self._most_pages = pages_for(2 * (max(config.num_drafts, config.lookahead) + 1), config.page_size)
+        # Pages that stocks leave alone: none where there are enough for every slot at its longest.
+        enough = config.num_pages >= config.max_slots * config.pages_per_slot
+        self._kept_free = 0 if enough else config.num_pages // 2
 
     def add(self, request: Request) -> None:
         """Check a request and queue it. Raises InvalidRequestError; nothing else is affected."""
@@ -187,12 +193,15 @@ class Scheduler:
     def _split(self) -> tuple[list[Sequence], list[Sequence]]:
         """Slots that can decode in the next frame, and those whose prompt is still read; oldest first."""
         ready, reading = list[Sequence](), list[Sequence]()
+        running = State.RUNNING
         for s in self.running.values():
-            if s.state is not State.RUNNING:
+            if s.state is not running:
                 continue
-            if s.reads:
+            if s.planned < len(s.tokens):
                 reading.append(s)
-            elif s.goes_on:
+            # Whether it cannot be known to end before the frame: an active slot emits at least one token per frame,
+            # so length + 1 + frames queued is a lower bound.
+            elif s.length + 1 + len(s.queued) < s.max_len:
                 ready.append(s)
         return ready, reading
 
@@ -224,27 +233,28 @@ class Scheduler:
 
     def _cover(self, decoding: list[Sequence], width: int, seq: int) -> tuple[list[int], list[PageAppend]]:
         """Count the frame to its slots. Bounds on position + 1 over each one's rows, and the pages they need."""
-        reach = []
-        short, short_rows = list[Sequence](), list[int]()
+        reach, short = list[int](), False
         for s in decoding:
-            rows = min(width, s.most_rows)
-            end = s.len_ub + rows
+            rows = s.most_rows if s.most_rows < width else width
+            bound = s.length + s.ahead
+            end = (bound if bound < s.max_len else s.max_len) + rows
             reach.append(end)
-            if end + s.lookahead > s.covered:  # for a tree's many rows a little early
-                short.append(s)
-                short_rows.append(rows)
-        appends = (
-            [
-                PageAppend(s.slot, first, pages)
-                for s, (first, pages) in zip(short, self.ledger.grow(short, short_rows), strict=True)
-                if pages
-            ]
-            if short
-            else []
-        )
+            # The first test is cheap and, for a tree's many rows, a little early.
+            short = short or (end + s.lookahead > s.covered and s.cover(rows) > s.covered)
+        appends = self._append(decoding, width) if short else []
         for s in decoding:
-            s.launched(seq, min(width, s.most_rows))
+            s.launched(seq, s.most_rows if s.most_rows < width else width)
         return reach, appends
+
+    def _append(self, decoding: list[Sequence], width: int) -> list[PageAppend]:
+        """Pages for the slots that are short; from plenty for many frames, and to all that would be short soon."""
+        ledger, stock = self.ledger, STOCK_PAGES * self.config.page_size
+        left = ledger.pool.num_free - len(decoding) * (STOCK_PAGES + self._most_pages)
+        if left < self._kept_free or (self.waiting and ledger.free_slots):  # the head of the queue waits for pages
+            stock = 0
+        low = [(s, rows) for s in decoding if s.cover(rows := min(width, s.most_rows)) + stock // 2 > s.covered]
+        grown = ledger.grow([s for s, _ in low], [rows for _, rows in low], stock)
+        return [PageAppend(s.slot, first, pages) for (s, _), (first, pages) in zip(low, grown, strict=True) if pages]
 
     def _choose_prefill(
         self, reading: list[Sequence], busy: bool, admits: list[Admit], seq: int

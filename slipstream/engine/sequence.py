@@ -7,10 +7,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from slipstream.engine.radix import Node
-from slipstream.types import Request, SpecStats
+from slipstream.types import Request, Round, SpecStats
 
 Key = tuple[str, int]
 """(request_id, child)"""
+
+
+ROUNDS_KEPT = 256
+"""Rounds that a sequence lists before they are counted: a list is what a frame can afford per slot."""
 
 
 class State(enum.Enum):
@@ -25,7 +29,8 @@ class State(enum.Enum):
 class Sequence:
     """One request child.
 
-    outputs: tokens collected, over all its generations. acked: how many of them count as returned.
+    outputs: tokens collected, over all its generations. acked: how many of them count as returned. counted, rounds:
+    draft statistics, and the rounds that are not in them yet (`stats` has them all).
     The rest is valid while it owns a slot: tokens (known at admission), cached (tokens of a prefix hit),
     planned (prefill rows planned so far), prefilled (the record of the last chunk is collected, so `length`
     is a fact), length (committed length by collected records; before that len(tokens)), queued (launch, most
@@ -43,7 +48,8 @@ class Sequence:
     state: State = State.WAITING
     outputs: list[int] = field(default_factory=list)
     acked: int = 0
-    stats: SpecStats = field(default_factory=SpecStats)
+    counted: SpecStats = field(default_factory=SpecStats)
+    rounds: list[Round] = field(default_factory=list)
     slot: int = 0
     generation: int = 0
     tokens: tuple[int, ...] = ()
@@ -68,17 +74,16 @@ class Sequence:
         self.overhang = max(self.most_rows, 1 + self.lookahead)
 
     @property
-    def reads(self) -> bool:
-        """Some of its prompt is still to be planned (and it owns a slot)."""
-        return self.planned < len(self.tokens)
+    def stats(self) -> SpecStats:
+        self.counted.add_rounds(self.rounds)
+        self.rounds.clear()
+        return self.counted
 
-    @property
-    def goes_on(self) -> bool:
-        """With its prompt planned: whether it cannot be known to end before the next frame.
-
-        An active slot emits at least one token per frame, so length + 1 + frames queued is a lower bound.
-        """
-        return self.length + 1 + len(self.queued) < self.max_len
+    def took(self, of: Round) -> None:
+        """A collected frame had this round for it."""
+        self.rounds.append(of)
+        if len(self.rounds) == ROUNDS_KEPT:
+            self.counted = self.stats
 
     @property
     def len_ub(self) -> int:

@@ -11,6 +11,7 @@ import slipstream.engine.loop as loop
 from slipstream.config import EngineConfig
 from slipstream.engine.loop import EngineCore
 from slipstream.engine.radix import RadixCache
+from slipstream.engine.scheduler import STOCK_PAGES
 from slipstream.errors import EngineDeadError, InvalidRequestError
 from slipstream.types import FrameResult, Request, SamplingParams, TokenEvent
 from tests.support.fake_device import FakeDevice, expected
@@ -341,3 +342,21 @@ def test_snapshot() -> None:
     assert shot["spec"]["rounds"] == shot["counters"]["frames"] == len(events) - 1
     assert shot["launch"]["emitted"]["mean"] == pytest.approx(9 / len(events), abs=1e-3)
     assert shot["launch"]["host_us"]["p50"] > 0
+
+
+@pytest.mark.parametrize(("num_pages", "stocked"), [(4 * 31, True), (40, False)])
+def test_slots_are_stocked_together_while_pages_are_plenty(num_pages: int, stocked: bool) -> None:
+    """Prompts of different lengths come to the end of a page in different frames; few launches carry pages."""
+    engine, device = make(num_drafts=0, max_model_len=120, num_pages=num_pages, prefix_cache=False)
+    for i in range(4):
+        engine.add(ask(f"r{i}", prompt=tuple(range(3 + i)), max_len=35))
+    events = run(engine)
+    for i in range(4):
+        request = ask(f"r{i}", prompt=tuple(range(3 + i)), max_len=35)
+        assert text(events, f"r{i}") == expected(request, VOCAB)[0]
+    appends = [[len(p.pages) for p in plan.pages] for plan in device.plans if plan.pages]
+    if stocked:
+        assert len(appends) <= 2 and max(appends[0]) == 8 == STOCK_PAGES
+    else:
+        assert len(appends) > 15 and all(n == 1 for plan in appends for n in plan), "page by page"
+    engine.check_idle()

@@ -22,7 +22,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slipstream.benchmark.audit_cells import SAMPLING, Frames, engine, run_cell, weights_once
+from slipstream.benchmark.audit_cells import SAMPLING, Frames, engine, run_cell, time_cell, weights_once
 from slipstream.benchmark.decode import versions
 
 
@@ -48,6 +48,7 @@ def main() -> int:
     frames = Frames(watched=args.frames, traced=args.frames, timed=3 * args.frames)
     batches = [int(b) for b in args.batches.split(",")]
     began, cells, engines, left_out = time.perf_counter(), [], [], []
+    traced = False  # see benchmark/audit_cells.py: for times without CUPTI, one model and draft per process
     for model in args.models.split(","):
         with weights_once():
             for draft in args.drafts.split(","):
@@ -64,16 +65,18 @@ def main() -> int:
                                     "graphs": report.graphs, "capture_s": round(report.seconds, 1),
                                     "capture_mib": round(report.mib, 1)})  # fmt: skip
                     print(json.dumps(engines[-1]), file=sys.stderr, flush=True)
-                    for batch in batches:
-                        for sampling in args.sampling.split(","):
-                            label = f"{name} batch {batch} {sampling}"
-                            if time.perf_counter() - began > args.budget_s:
-                                left_out.append(label)
-                                continue
-                            file = Path(args.traces) / f"{label.replace(' ', '-')}.json.gz" if args.traces else None
-                            cell = run_cell(llm, batch=batch, sampling=sampling, frames=frames, trace=file)
-                            cells.append({"model": Path(model).name, **cell})
-                            print(f"{label}: {cell['failures'] or 'clean'}", file=sys.stderr, flush=True)
+                    todo = [(batch, sampling) for batch in batches for sampling in args.sampling.split(",")]
+                    times = [time_cell(llm, batch=b, sampling=s, frames=frames) for b, s in todo]
+                    for (batch, sampling), timed in zip(todo, times, strict=True):
+                        label = f"{name} batch {batch} {sampling}"
+                        if time.perf_counter() - began > args.budget_s:
+                            left_out.append(label)
+                            continue
+                        file = Path(args.traces) / f"{label.replace(' ', '-')}.json.gz" if args.traces else None
+                        cell = run_cell(llm, batch=batch, sampling=sampling, frames=frames, trace=file, times=timed)
+                        cells.append({"model": Path(model).name, "timed_after_a_trace": traced, **cell})
+                        print(f"{label}: {cell['failures'] or 'clean'}", file=sys.stderr, flush=True)
+                    traced = True
                 del llm  # its pages and graphs go before the next engine comes
     bad = [c for c in cells if c["failures"]]
     result = {

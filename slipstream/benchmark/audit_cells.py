@@ -1,7 +1,9 @@
 """Steady decode under the auditor, cell by cell: batch size, kind of sampling, with and without drafts.
 
-Each cell runs the same engine three times over: under the runtime watch, under the profiler, and with neither, for the
-times. What a cell must show is in `failures`; `bench/audit_cells.py` writes all cells of a model to one JSON.
+Each cell runs the same engine three times over: with no instrument, for the times, under the runtime watch, and under
+the profiler. Times come first, of all cells that share a process: the profiler leaves CUPTI attached after its first
+trace, and that adds to the host time of every later launch. What a cell must show is in `failures`;
+`bench/audit_cells.py` writes all cells of a model to one JSON.
 """
 
 from __future__ import annotations
@@ -81,8 +83,41 @@ def engine(model: str, batches: Sequence[int], frames: Frames, *, draft: bool, *
     torch.cuda.empty_cache()
 
 
-def run_cell(llm: Any, *, batch: int, sampling: str, frames: Frames, trace: Path | None = None) -> dict[str, Any]:
-    """One cell in steady decode: what the watch found, what the trace counted, and times without either."""
+def time_cell(llm: Any, *, batch: int, sampling: str, frames: Frames) -> dict[str, Any]:
+    """Times of one cell in steady decode, without an instrument; to be taken before any trace in the process."""
+    requests = _start(llm, batch, sampling)
+    step = llm._engine.step
+    before, spec = llm.stats(), llm._engine.metrics.spec.as_dict()
+    began = time.perf_counter()
+    for _ in range(frames.timed):
+        step()
+    seconds = time.perf_counter() - began
+    after, spec_after = llm.stats(), llm._engine.metrics.spec.as_dict()
+    running = len(llm._engine.scheduler.running)
+    _end(llm, requests)
+    return {
+        "still_running": running,
+        "step_us": round(seconds / frames.timed * 1e6, 1),
+        "host_us_per_frame": _per_frame(before, after, "host_seconds", frames.timed),
+        "wait_us_per_frame": _per_frame(before, after, "wait_seconds", frames.timed),
+        "tokens_per_round": _tokens_per_round(spec, spec_after),
+    }
+
+
+def run_cell(
+    llm: Any,
+    *,
+    batch: int,
+    sampling: str,
+    frames: Frames,
+    trace: Path | None = None,
+    times: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """One cell in steady decode: what the watch found, what the trace counted, and its times.
+
+    times: of `time_cell`, where it has run already.
+    """
+    times = times or time_cell(llm, batch=batch, sampling=sampling, frames=frames)
     step = llm._engine.step
     requests = _start(llm, batch, sampling)
     torch.cuda.reset_peak_memory_stats()
@@ -94,28 +129,22 @@ def run_cell(llm: Any, *, batch: int, sampling: str, frames: Frames, trace: Path
             for _ in range(frames.traced):
                 with torch.profiler.record_function("frame"):
                     step()
-    before, spec = llm.stats(), llm._engine.metrics.spec.as_dict()
-    began = time.perf_counter()
-    for _ in range(frames.timed):
-        step()
-    seconds = time.perf_counter() - began
-    after, spec_after = llm.stats(), llm._engine.metrics.spec.as_dict()
-    running = len(llm._engine.scheduler.running)
-    for request in requests:
-        llm.abort(request)
-    llm.check_idle()
+    running = min(times["still_running"], len(llm._engine.scheduler.running))
+    _end(llm, requests)
     assert profiled.summary is not None
-    cell = {"batch": batch, "sampling": sampling, "draft": llm.resolved["draft"], "still_running": running}
+    cell = {"batch": batch, "sampling": sampling, "draft": llm.resolved["draft"], **times, "still_running": running}
     cell |= _watched(watched, frames.watched) | _traced(profiled.summary)
     cell |= {
-        "step_us": round(seconds / frames.timed * 1e6, 1),
-        "host_us_per_frame": _per_frame(before, after, "host_seconds", frames.timed),
-        "wait_us_per_frame": _per_frame(before, after, "wait_seconds", frames.timed),
-        "tokens_per_round": _tokens_per_round(spec, spec_after),
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1),
         "reserved_mib": round(torch.cuda.memory_reserved() / 2**20, 1),
     }
     return {**cell, "failures": failures(cell)}
+
+
+def _end(llm: Any, requests: Sequence[str]) -> None:
+    for request in requests:
+        llm.abort(request)
+    llm.check_idle()
 
 
 def failures(cell: dict[str, Any], *, host_us: float | None = 150.0, idle_between: float | None = 0.02) -> list[str]:

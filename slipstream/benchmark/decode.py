@@ -238,6 +238,7 @@ def run(args: argparse.Namespace) -> int:
     for option in ("prompt_len", "output_len", "repeats"):
         _positive(f"--{option.replace('_', '-')}", getattr(args, option))
 
+    from slipstream.benchmark.frames import observe
     from slipstream.llm import LLM
 
     context = args.prompt_len + SHORT + args.output_len
@@ -250,9 +251,11 @@ def run(args: argparse.Namespace) -> int:
     if on_gpu:
         facts["matrix_tflop_s"] = round(floor.matrix_rate(llm.resolved["dtype"]) / 1e12, 1)
         _forget_device_peak()  # the floor's own buffers are not the engine's
-    columns = (*_COLUMNS, *(_GPU_COLUMNS if on_gpu and not args.no_trace else ()))
+    traced = on_gpu and not args.no_trace
+    columns = (*_COLUMNS, *(_GPU_COLUMNS if traced else ()))
     if not args.json:
         print("  ".join(f"{name:>17}" for name in columns))
+    lines = []
     for batch in batches:
         timed = measure(
             llm, batch=batch, prompt_len=args.prompt_len, output_len=args.output_len, repeats=args.repeats,
@@ -263,9 +266,15 @@ def run(args: argparse.Namespace) -> int:
             seconds = gpu_floor(llm, args, batch=batch, read=rate, matrix=facts["matrix_tflop_s"] * 1e12)
         line = row(timed, batch=batch, floor_seconds=seconds, facts=facts)
         if on_gpu:
-            line |= on_device(llm, args, batch=batch, step_seconds=timed.step, start_up=start_up)
-        text = json.dumps(line) if args.json else "  ".join(f"{line.get(name, '-'):>17}" for name in columns)
-        print(text, flush=True)
+            line |= peak_memory(start_up)
+        if not traced:
+            _show(line, columns, as_json=args.json)
+        lines.append((batch, timed.step, line))
+    # Traces come after all times: the first leaves CUPTI attached, which adds to the host time of later launches.
+    for batch, step_seconds, line in lines if traced else ():
+        prompts = random_prompts(batch, args.prompt_len, vocab_size=llm.model_config.vocab_size, seed=args.seed)
+        line |= observe(llm, prompts, tokens=SHORT + args.output_len, step_seconds=step_seconds)
+        _show(line, columns, as_json=args.json)
     return 0
 
 
@@ -289,19 +298,14 @@ def gpu_floor(llm: Any, args: argparse.Namespace, *, batch: int, read: float, ma
     return floor.frame_floor(passes, kv_bytes=batch * context * token_bytes, read=read, matrix=matrix)
 
 
-def on_device(
-    llm: Any, args: argparse.Namespace, *, batch: int, step_seconds: float, start_up: tuple[int, int]
-) -> dict[str, Any]:
-    """Peak device memory so far (start-up included) and, unless --no-trace, what the auditor sees per frame of the
-    same requests. start_up: the peak before the floor was measured, see `_device_peak`."""
-    from slipstream.benchmark.frames import observe
-
+def peak_memory(start_up: tuple[int, int]) -> dict[str, Any]:
+    """Peak device memory so far. start_up: the peak before the floor was measured, see `_device_peak`."""
     held, reserved = (max(pair) for pair in zip(start_up, _device_peak(), strict=True))
-    out: dict[str, Any] = {"peak_memory_mib": round(held / 2**20, 1), "peak_reserved_mib": round(reserved / 2**20, 1)}
-    if not args.no_trace:
-        prompts = random_prompts(batch, args.prompt_len, vocab_size=llm.model_config.vocab_size, seed=args.seed)
-        out |= observe(llm, prompts, tokens=SHORT + args.output_len, step_seconds=step_seconds)
-    return out
+    return {"peak_memory_mib": round(held / 2**20, 1), "peak_reserved_mib": round(reserved / 2**20, 1)}
+
+
+def _show(line: dict[str, Any], columns: Sequence[str], *, as_json: bool) -> None:
+    print(json.dumps(line) if as_json else "  ".join(f"{line.get(name, '-'):>17}" for name in columns), flush=True)
 
 
 def _device_peak() -> tuple[int, int]:

@@ -29,7 +29,7 @@ class UploadRing:
 
     def __init__(self, arena: Tensor, *, slots: int, capacity: int) -> None:
         self.arena = arena
-        self.capacity = capacity
+        self.slots, self.capacity = slots, capacity
         self.host = staging(slots, 2, capacity, device=arena.device)
         self.host_np: Any = self.host.numpy()
         on_device = arena.device.type != "cpu"
@@ -46,7 +46,7 @@ class UploadRing:
         flat_np = self.host_np[self.at].reshape(-1)
         flat_np[:n], flat_np[n : 2 * n] = cells_np, values_np
         source = self.host[self.at].view(-1)[: 2 * n]
-        self.at = (self.at + 1) % len(self.host)
+        self.at = (self.at + 1) % self.slots
         if self.landing is not None:
             source = self.landing[: 2 * n].copy_(source, non_blocking=True)
         self.arena.index_copy_(0, source[:n], source[n:])
@@ -56,6 +56,7 @@ class RecordRing:
     """Records of launches on their way to the host: [slots, N, columns] int64, an event per launch."""
 
     def __init__(self, *, slots: int, rows: int, columns: int, device: torch.device) -> None:
+        self.slots = slots
         self.host = staging(slots, rows * columns, device=device)
         self.host_np: Any = self.host.numpy()
         self.events = [torch.cuda.Event() for _ in range(slots)] if device.type == "cuda" else None
@@ -69,7 +70,7 @@ class RecordRing:
             self._place(at, record_NC.shape).copy_(record_NC, non_blocking=True)
         if self.events is not None:
             self.events[at].record()
-        self.at = (at + 1) % len(self.host)
+        self.at = (at + 1) % self.slots
         return at
 
     def read(self, at: int, rows: int, columns: int) -> list[list[int]]:

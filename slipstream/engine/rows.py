@@ -7,7 +7,7 @@ from slipstream.config import EngineConfig
 
 def slot_bucket(n: int, config: EngineConfig) -> int:
     """Slots of a frame for n decoding ones: the smallest bucket that holds them, n itself without buckets."""
-    return min((b for b in config.slot_buckets if b >= n), default=n)
+    return min([b for b in config.slot_buckets if b >= n], default=n)
 
 
 def choose_rows(wanted: list[int], config: EngineConfig, cap: int | None = None) -> tuple[int, int]:
@@ -20,7 +20,7 @@ def choose_rows(wanted: list[int], config: EngineConfig, cap: int | None = None)
     bucket = slot_bucket(len(wanted), config)
     if config.row_tiers:
         total = sum(wanted)
-        tier = min(t for t in config.row_tiers if bucket * t >= total)
+        tier = min([t for t in config.row_tiers if bucket * t >= total])
         tier = tier if cap is None else min(tier, cap)
         return bucket * tier, tier
     width = max(wanted) if cap is None else min(max(wanted), cap)
@@ -29,4 +29,4 @@ def choose_rows(wanted: list[int], config: EngineConfig, cap: int | None = None)
 
 def chunk_rows(n: int, config: EngineConfig) -> int:
     """Rows of a prefill chunk for n prompt rows: the smallest tier that holds them, n itself without tiers."""
-    return min((t for t in config.prefill_tiers if t >= n), default=n) if n else 0
+    return min([t for t in config.prefill_tiers if t >= n], default=n) if n else 0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.config import DEFAULT_DRAFTS, EngineConfig, LLMConfig, resolve_engine
+from slipstream.device.catch_up import CatchUp
 from slipstream.device.frame import Frame
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
@@ -104,9 +105,14 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,
         block=config.verifier == "block", fused=_fused(model, kv, workspace), workspace=workspace, tree=shape,
+        catch_up=_catch_up(drafter, state, engine, model),
     )  # fmt: skip
     graphs = _graphs(config, frame, engine, device, progress)
     report = graphs.report if graphs is not None else None
+    if engine.adaptive and device.type == "cuda":
+        if graphs is None:
+            raise ConfigError("adaptive=True needs captured frames, which it times: leave cuda_graphs on")
+        engine = replace(engine, frame_seconds=graphs.frame_seconds())
     if graphs is not None and config.prefill_chunk_busy is None:
         engine = replace(engine, prefill_chunk_busy=min(engine.prefill_chunk, graphs.busy_rows()))
     resolved = {
@@ -227,6 +233,15 @@ def _pages(model: Any, engine: EngineConfig, device: torch.device) -> KVPages:
     return KVPages(
         num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size,
         num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=model.dtype, device=device,
+    )  # fmt: skip
+
+
+def _catch_up(drafter: Drafter | None, state: SlotState, engine: EngineConfig, model: Any) -> CatchUp | None:
+    if drafter is None or not engine.catch_up:
+        return None
+    return CatchUp(
+        drafter, state, ring=engine.catch_up, page_size=engine.page_size, hidden_size=model.config.hidden_size,
+        dtype=model.dtype,
     )  # fmt: skip
 
 

@@ -15,6 +15,8 @@ DEFAULT_DRAFTS = 3
 """Drafts per frame and slot when a drafter is named: with the bonus token four rows, before the CPU's cost cliff."""
 PREFILL_TIERS = (128, 512, 2048)
 """Prompt rows of the captured prefill passes on a GPU."""
+CATCH_UP = 32
+"""Positions per slot that a drafter with a cache of its own catches up on in one pass, where drafting may be off."""
 PREFILL_PROMPTS = 16
 """Prompts that one captured prefill pass can read from, and so end: each costs a row of the output head."""
 
@@ -30,7 +32,10 @@ class EngineConfig:
     verified rows that the drafter's own KV needs. rereads: positions before the end of a prefix hit that are read
     again, for drafters that need what the target computes there. tree_depth: levels of a draft tree of num_drafts nodes
     below its root, so that a frame emits at most tree_depth + 1 tokens per slot; 0: drafts are a chain. row_tiers:
-    rows per slot that a frame may have; empty means exact. max_stop_ids: stop token ids of a request, those that end a
+    rows per slot that a frame may have; empty means exact. adaptive: a cost model chooses each frame's drafts, from
+    `draft_modes`. frame_seconds: (padded slots, rows per slot, drafts made, seconds) of captured frames; empty: frames
+    say themselves how long they took. catch_up: committed positions that a drafter with a cache of its own may lag
+    behind, 0: none, so that all frames have to draft. max_stop_ids: stop token ids of a request, those that end a
     sequence for the model included.
     """
 
@@ -50,6 +55,9 @@ class EngineConfig:
     prefix_cache: bool = True
     slot_buckets: tuple[int, ...] = ()
     row_tiers: tuple[int, ...] = ()
+    adaptive: bool = False
+    frame_seconds: tuple[tuple[int, int, int, float], ...] = ()
+    catch_up: int = 0
     max_waiting: int = 100_000
     max_stop_ids: int = MAX_STOP_IDS
 
@@ -94,10 +102,22 @@ class EngineConfig:
             )
 
     @property
+    def draft_modes(self) -> tuple[int, ...]:
+        """Numbers of drafts that `adaptive` chooses from: those that fill a row tier, or few and about doubling."""
+        if self.row_tiers:
+            modes = {tier - 1 for tier in self.row_tiers}
+        else:
+            modes = {2**i - 1 for i in range(1, 6)} | {2}
+        return tuple(sorted({0, self.num_drafts} | {k for k in modes if k < self.num_drafts}))
+
+    @property
     def frame_kinds(self) -> list[tuple[int, int]]:
         """(rows per slot, drafts made) of the frames that plans may ask for, with `row_tiers`."""
-        kinds = {(tier, self.num_drafts) for tier in self.row_tiers}
-        if self.num_drafts and not self.lookahead:
+        kinds = set[tuple[int, int]]()
+        for k in self.draft_modes if self.adaptive else (self.num_drafts,):
+            most = min(tier for tier in self.row_tiers if tier > k)
+            kinds |= {(tier, k) for tier in self.row_tiers if tier <= most}
+        if self.num_drafts and (self.catch_up or not self.lookahead):
             kinds.add((min(self.row_tiers), 0))
         return sorted(kinds)
 
@@ -136,7 +156,9 @@ class LLMConfig:
     sets the number of drafts, total - 1. synthetic_acceptance: mean tokens per round, overrides only the accept
     decision. capture_seconds, capture_mib: what capturing the frames at start-up may take.
     gpu_memory_mib: most that weights and pages may take on a GPU, even where more is free.
-    verifier: how drafts that were sampled are judged in unseeded requests, "chain"
+    adaptive: every frame makes the number of drafts, none included, that pays at its batch size and the acceptance
+    seen so far; num_drafts is then the most. It is off unless asked for, so that a number of drafts means what it says,
+    in measurements above all. verifier: how drafts that were sampled are judged in unseeded requests, "chain"
     or "block" (which accepts at least as much); both keep the target's law.
     """
 
@@ -168,6 +190,7 @@ class LLMConfig:
     capture_mib: float | None = None
     gpu_memory_mib: float | None = None
     synthetic_acceptance: float | None = None
+    adaptive: bool = False
     verifier: str = "chain"
 
     @classmethod
@@ -201,6 +224,10 @@ class LLMConfig:
         for name in ("prefill_chunk", "prefill_chunk_busy"):
             if (rows := getattr(self, name)) is not None:
                 _between(name, rows, 1, 1 << 16)
+        if self.adaptive and self.draft in (None, "none"):
+            raise ConfigError('adaptive=True chooses how much to draft; it needs a draft, such as draft="ngram"')
+        if self.adaptive and self.draft_tree is not None:
+            raise ConfigError("adaptive=True chooses among chains; it does not go with draft_tree yet, leave one out")
         if self.draft is None and self.num_drafts:
             raise ConfigError(f'num_drafts={self.num_drafts} needs a draft; give draft="ngram" or a draft model')
         if self.draft_tree is not None:
@@ -246,7 +273,7 @@ _KINDS: tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...] = (
     ((int, float), "a number", ("synthetic_acceptance",)),
     ((str, os.PathLike), "text or a path", ("model", "tokenizer")),
     ((str,), "text", ("device", "dtype", "load_format", "revision")),
-    ((bool,), "True or False", ("prefix_cache", "cuda_graphs")),
+    ((bool,), "True or False", ("prefix_cache", "cuda_graphs", "adaptive")),
     ((Mapping,), "a mapping of option names to values", ("draft_options", "draft_tree")),
 )  # fmt: skip
 
@@ -295,7 +322,8 @@ def resolve_engine(
     if not on_cpu:  # captured frames need fixed shapes
         powers = {2**i for i in range(max_slots.bit_length())}
         buckets = buckets or tuple(sorted(powers | {max_slots}))
-        tiers = tiers or tuple(sorted({1, num_drafts + 1}))
+        some = {2**i for i in range(num_drafts.bit_length())} if user.adaptive else {1}
+        tiers = tiers or tuple(sorted(some | {num_drafts + 1}))
     chunk = user.prefill_chunk if user.prefill_chunk is not None else (256 if on_cpu else 2048)
     busy = user.prefill_chunk_busy
     chunk_tiers = tuple(user.prefill_tiers)
@@ -321,5 +349,7 @@ def resolve_engine(
         prefix_cache=user.prefix_cache,
         slot_buckets=buckets,
         row_tiers=tiers,
+        adaptive=user.adaptive and num_drafts > 0,
+        catch_up=max(CATCH_UP, 2 * (num_drafts + 1)) if user.adaptive and lookahead else 0,
         max_stop_ids=max(MAX_STOP_IDS, eos_ids + MAX_STOP_IDS // 2),
     )

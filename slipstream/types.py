@@ -256,6 +256,7 @@ class FramePlan(NamedTuple):
     prefill_rows, prefill_prompts: rows of the chunk and places for ends of prompts in it, both padded with the
     sink; 0: no padding.
     drafts: most drafts that the decode frame makes for the next one; 0: it has no drafting stage.
+    catch_up: before it, the drafter reads what its slots have committed in frames without drafting.
     sampled / filtered: some decode or prefill-last slot is not greedy / uses top-k, top-p or min-p.
     rejection / coupled: some slot uses that verification mode. min_tokens: some slot bans stop ids.
     """
@@ -275,6 +276,7 @@ class FramePlan(NamedTuple):
     prefill_rows: int = 0
     prefill_prompts: int = 0
     drafts: int = 0
+    catch_up: bool = False
     sampled: bool = False
     filtered: bool = False
     rejection: bool = False
@@ -297,13 +299,15 @@ emitted token), next drafts (ready for the next frame).
 class FrameResult(NamedTuple):
     """What one launch did: a slot and a record for each decode slot, then for each span with `last`.
 
-    records[i]: RECORD_COLUMNS numbers, then tokens. decoded: how many of the records are of decode slots.
+    records[i]: RECORD_COLUMNS numbers, then tokens. decoded: how many of the records are of decode slots. seconds: what
+    the launch took, where launching it means running it (a CPU); else 0.
     """
 
     seq: int
     slots: tuple[int, ...]
     records: list[list[int]]
     decoded: int
+    seconds: float = 0.0
 
 
 class TokenEvent(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 
 from slipstream.audit import Program
 from slipstream.config import EngineConfig
+from slipstream.device.catch_up import CatchUp
 from slipstream.device.control import ControlWriter
 from slipstream.device.frame import Frame
 from slipstream.device.staging import UploadRing
@@ -93,10 +94,10 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
 
     kind: greedy; sampled; suffix: greedy, dspark: sampled, with that drafter instead of n-gram; eagle3,
-    eagle3-sampled: with an EAGLE-3 head; tree, tree-sampled: with one that drafts trees; library: greedy with the
-    kernels that stand between library products; or model: sampled, with drafts by a model, and the plain pass for
-    both. plant: "module:function" that puts a known fault back into a production function, to see that the proof
-    turns red (tests/unit/test_frame_proof.py).
+    eagle3-sampled: with an EAGLE-3 head; eagle3-off: with one that catches up before a frame without drafting; tree,
+    tree-sampled: with one that drafts trees; library: greedy with the kernels that stand between library products; or
+    model: sampled, with drafts by a model, and the plain pass for both. plant: "module:function" that puts a known
+    fault back into a production function, to see that the proof turns red (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(
@@ -128,6 +129,10 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
     fused = None if kind == "model" else FusedDecoder(model, kv, workspace, config=cut)
     frame = Frame(model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace, tree=tree)
+    if kind == "eagle3-off":
+        frame.catch_up = CatchUp(
+            drafter, state, ring=16, page_size=page, hidden_size=config.hidden_size, dtype=torch.bfloat16
+        )
     if plant:
         module, _, name = plant.partition(":")
         getattr(importlib.import_module(module), name)()
@@ -140,6 +145,9 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         plan = plans[next(turn) % 2]
         with torch.inference_mode():
             ring.send(control.pairs(plan))
+            if frame.catch_up is not None:
+                plan = plan._replace(drafts=0)
+                frame.read_missing(plan, state.decode_B[: len(plan.decode)])
             frame.decode(plan, state.decode_B[: len(plan.decode)])
             assert frame.prefill(plan, last=True) is not None
 

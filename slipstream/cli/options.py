@@ -20,6 +20,7 @@ ENGINE_OPTIONS = (
     "draft",
     "num_drafts",
     "draft_tree",
+    "adaptive",
     "device",
     "dtype",
     "max_model_len",
@@ -61,6 +62,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--num-drafts", type=int, metavar="K", help=f"drafts per round, at most {MAX_DRAFTS}")
     group.add_argument("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
+    group.add_argument(
+        "--adaptive", action="store_true", default=None, help="draft only as much as pays, up to --num-drafts, or not"
+    )
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: cuda when there is one")
     group.add_argument("--dtype", choices=("auto", "float32", "float64", "bfloat16"))
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
@@ -144,6 +148,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         chosen["draft_tree"] = tree_values(chosen["draft_tree"])
     if drafts and "draft" not in chosen:
         raise ConfigError(f"--num-drafts {drafts} needs a drafter; add --draft ngram, --draft suffix or --draft PATH")
+    if chosen.get("adaptive") and "draft" not in chosen:
+        raise ConfigError("--adaptive needs a drafter; add --draft ngram, --draft suffix or --draft PATH")
     for name in ("max_model_len", "run_ahead", "threads"):
         if chosen.get(name, 1) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {chosen[name]} must be at least 1")

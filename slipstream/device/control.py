@@ -79,6 +79,7 @@ class ControlWriter:
             ("min_len", len(request.prompt_token_ids) + params.min_tokens),
             ("draft_count", 0),
             ("max_drafts", drafts),
+            ("behind", 0),
             ("mode", int(request.mode)),
             ("key", request.key),
             ("child", request.child),

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
 from slipstream.attention.protocol import AttentionContext, TreeSight
+from slipstream.device.catch_up import CatchUp
 from slipstream.device.state import SlotState
 from slipstream.device.tree import compact, judge, path_rows, place_rows, plant
 from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView, TargetRows
@@ -90,14 +91,16 @@ class Frame:
         fused: FusedDecoder | None = None,
         workspace: Workspace | None = None,
         tree: TreeShape | None = None,
+        catch_up: CatchUp | None = None,
     ) -> None:
         """block: block verification where drafts have a dense law. fused, workspace: on a GPU, the target's pass as
-        kernels, and the kernels' scratch. tree: the drafts' shape, where they are no chain."""
+        kernels, and the kernels' scratch. tree: the drafts' shape, where they are no chain. catch_up: where a drafter
+        with a cache of its own may be left out."""
         self.model = model
         self.kv = kv
         self.state = state
         self.drafter = drafter
-        self.synthetic, self.block, self.tree = synthetic, block, tree
+        self.synthetic, self.block, self.tree, self.catch_up = synthetic, block, tree, catch_up
         self.fused, self.workspace = fused, workspace
         self.kernels = workspace is not None
         self.clears_pages = not self.kernels  # the kernels never look at masked columns
@@ -119,6 +122,11 @@ class Frame:
         return self._finish(
             plan, target, logits_RV, target_R, drafts=plan.drafts, len_ub=plan.len_ub, first_page=plan.first_page
         )
+
+    def read_missing(self, plan: FramePlan, slot_B: Tensor) -> None:
+        """The drafter reads what frames without drafting have committed (plan.catch_up)."""
+        assert self.catch_up is not None, "a plan asks to catch up where nothing was kept"
+        self.catch_up.run(plan, slot_B, kernels=self.kernels)
 
     def _target(self, plan: FramePlan, rows: Rows, slot_B: Tensor) -> tuple[Tensor, Tensor | None, TargetRows]:
         """Logits [R, V] of the rows, and what the drafter asked for.
@@ -309,6 +317,8 @@ class Frame:
         if drafts == 0:
             if self.drafter is not None:
                 state.draft_count_S.index_fill_(0, slot_B, 0)  # those of the last round are spent
+            if self.catch_up is not None:
+                self.catch_up.keep(rows, record_BC[:, 1])
         elif self.in_place is not None:
             self.in_place.draft_slots(
                 DraftSlots(

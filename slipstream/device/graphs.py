@@ -44,6 +44,18 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Missing:
+    """A captured pass of the drafter over what frames without drafting have committed: slots x rows of each."""
+
+    slots: int
+    rows: int
+    full: bool = False
+
+
+AnyShape = Shape | Chunk | Missing
+
+
+@dataclass(frozen=True, kw_only=True)
 class CaptureReport:
     """What start-up capture cost."""
 
@@ -74,7 +86,7 @@ class FrameGraphs:
         self.frame = frame
         self.len_ub = len_ub
         self.prompts = prompts
-        self.shapes: list[Shape | Chunk] = [
+        self.shapes: list[AnyShape] = [
             Shape(slots=b, width=width, full=full, drafts=drafts)
             for full in (False, True)
             for b in buckets
@@ -82,7 +94,9 @@ class FrameGraphs:
         ]
         ends = ((False, False), (True, False), (True, True))
         self.shapes += [Chunk(rows=r, last=last, full=full) for last, full in ends for r in chunks]
-        self.graphs: dict[Shape | Chunk, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
+        if frame.catch_up is not None:
+            self.shapes += [Missing(slots=b, rows=frame.catch_up.ring) for b in buckets]
+        self.graphs: dict[AnyShape, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.report: CaptureReport | None = None
 
@@ -131,7 +145,12 @@ class FrameGraphs:
         within = [r for r in chunks if self.seconds(Chunk(rows=r, last=True, full=False)) <= frames * unit]
         return max(within, default=chunks[0])
 
-    def seconds(self, shape: Shape | Chunk, replays: int = 10) -> float:
+    def frame_seconds(self) -> tuple[tuple[int, int, int, float], ...]:
+        """(slots, rows per slot, drafts, device seconds) of every greedy frame, over the sink: short sequences."""
+        shapes = [s for s in self.shapes if isinstance(s, Shape) and not s.full]
+        return tuple((s.slots, s.width, s.drafts, self.seconds(s)) for s in shapes)
+
+    def seconds(self, shape: AnyShape, replays: int = 10) -> float:
         """Device time of one replay, the median of some. At start-up only, while all lists name the sink: it waits."""
         graph, _ = self.graphs[shape]
         graph.replay()
@@ -145,9 +164,11 @@ class FrameGraphs:
             times.append(start.elapsed_time(end) / 1e3)
         return float(sorted(times)[len(times) // 2])
 
-    def plan_for(self, shape: Shape | Chunk) -> FramePlan:
+    def plan_for(self, shape: AnyShape) -> FramePlan:
         """A plan of that shape whose slots are all the sink."""
         full = shape.full
+        if isinstance(shape, Missing):
+            return FramePlan(seq=-1, decode=(0,) * shape.slots)
         if isinstance(shape, Chunk):
             return FramePlan(
                 seq=-1, prefill_rows=shape.rows, prefill_prompts=self.prompts, sampled=full, filtered=full,
@@ -159,13 +180,16 @@ class FrameGraphs:
             coupled=full, min_tokens=full,
         )  # fmt: skip
 
-    def _once(self, shape: Shape | Chunk) -> Tensor | None:
+    def _once(self, shape: AnyShape) -> Tensor | None:
         plan = self.plan_for(shape)
+        if isinstance(shape, Missing):
+            self.frame.read_missing(plan, self.frame.state.decode_B[: shape.slots])
+            return None
         if isinstance(shape, Chunk):
             return self.frame.prefill(plan, last=shape.last)
         return self.frame.decode(plan, self.frame.state.decode_B[: shape.slots])
 
-    def _capture(self, shape: Shape | Chunk) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
+    def _capture(self, shape: AnyShape) -> tuple[torch.cuda.CUDAGraph, Tensor | None]:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), IeeeProducts(wanted=self.frame.model.dtype == torch.float32):
@@ -183,12 +207,17 @@ class FrameGraphs:
         assert record is not None
         return record
 
+    def read_missing(self, plan: FramePlan) -> None:
+        """Replay the drafter's pass of plan.catch_up."""
+        assert self.frame.catch_up is not None
+        self._replay(Missing(slots=len(plan.decode), rows=self.frame.catch_up.ring))
+
     def prefill(self, plan: FramePlan, *, last: bool) -> Tensor | None:
         """Replay a prefill chunk; the record as `Frame.prefill` gives it, valid as that of `run`."""
         full = last and (plan.sampled or plan.min_tokens)
         return self._replay(Chunk(rows=plan.prefill_rows, last=last, full=full))
 
-    def _replay(self, shape: Shape | Chunk) -> Tensor | None:
+    def _replay(self, shape: AnyShape) -> Tensor | None:
         found = self.graphs.get(shape)
         if found is None:
             have = sorted({(s.slots, s.width, s.drafts) for s in self.graphs if isinstance(s, Shape)})
@@ -201,5 +230,7 @@ class FrameGraphs:
         return record
 
 
-def _rows(shape: Shape | Chunk) -> int:
-    return shape.rows if isinstance(shape, Chunk) else shape.slots * shape.width
+def _rows(shape: AnyShape) -> int:
+    if isinstance(shape, Chunk):
+        return shape.rows
+    return shape.slots * (shape.rows if isinstance(shape, Missing) else shape.width)

@@ -31,6 +31,7 @@ class _Launched(NamedTuple):
     slots: tuple[int, ...]
     decoded: int
     columns: int
+    seconds: float = 0.0
 
 
 class Device:
@@ -55,7 +56,9 @@ class Device:
         with torch.inference_mode(), self.exact:
             self._launch(plan)
         if self.frame.state.device.type == "cpu":
-            self.device_seconds += time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            self.device_seconds += seconds
+            self.launched[-1] = self.launched[-1]._replace(seconds=seconds)
 
     def _launch(self, plan: FramePlan) -> None:
         frame, state = self.frame, self.frame.state
@@ -67,6 +70,11 @@ class Device:
                 frame.drafter.admit(a)
         records: list[Tensor] = []
         slots = plan.decode
+        if plan.catch_up:
+            if self.graphs is not None:
+                self.graphs.read_missing(plan)
+            else:
+                frame.read_missing(plan, state.decode_B[: len(plan.decode)])
         if plan.decode:
             if self.graphs is not None:
                 record_BC = self.graphs.run(plan)
@@ -99,7 +107,7 @@ class Device:
     def collect(self) -> FrameResult:
         done = self.launched.popleft()
         records = self.down.read(done.ring_slot, len(done.slots), done.columns)
-        return FrameResult(done.seq, done.slots, records, done.decoded)
+        return FrameResult(done.seq, done.slots, records, done.decoded, done.seconds)
 
 
 def _joined(records: list[Tensor]) -> Tensor:

@@ -24,6 +24,7 @@ class SlotState:
     pending_SW: column 0 the bonus token, then the drafts for the next frame; draft_count_S of them are valid.
     Where drafts are a tree (tree): column n of pending_SW is node n, breadth first, parent_SW its parent (-1 at the
     root), depth_SW its level, seen_SW bit j: whether it sees node j (itself and its ancestors).
+    behind_S: last committed positions that the drafter's own cache lacks.
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none.
     widest_frame: slots of the largest bucket, where that is more than max_slots.
@@ -55,6 +56,7 @@ class SlotState:
             "min_len": (s,),
             "draft_count": (s,),
             "max_drafts": (s,),
+            "behind": (s,),
             "mode": (s,),
             "key": (s,),
             "child": (s,),
@@ -97,6 +99,7 @@ class SlotState:
             self.parent_SW, self.depth_SW = view("parent").fill_(-1), view("depth")
             self.seen_SW = view("seen").fill_(1)
         self.max_drafts_S = view("max_drafts")
+        self.behind_S = view("behind")
         self.table_SP = view("table")
         self.stop_ids_ST = view("stop_ids").fill_(-1)
         self.mode_S, self.key_S, self.child_S = view("mode"), view("key"), view("child")

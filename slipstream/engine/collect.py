@@ -59,6 +59,8 @@ class Collector:
             request_id, child = seq.key
             events.append(TokenEvent(request_id, child, tuple(tokens), accepted, drafted, reason))
         self.metrics.spec.add_rounds(rounds)
+        if self.scheduler.adaptive is not None:
+            self.scheduler.adaptive.collected(result.seq, rounds, result.seconds)
         self.scheduler.settle(launch)
         return events
 

@@ -93,7 +93,9 @@ class Ledger:
         """`seq` is done with its slot: cache its returned tokens, release slot and pages when it is safe."""
         if seq.prefilled:
             known = (*seq.request.prompt_token_ids, *seq.outputs)
-            self._insert(seq, known[: min(self._returned(seq), seq.length)], running=False)
+            # What the drafter has not read stays out: who hits the cache would find a hole there.
+            read = max(0, seq.length - seq.behind)
+            self._insert(seq, known[: min(self._returned(seq), read)], running=False)
         self._retired.append(seq)
         self.settle()
 

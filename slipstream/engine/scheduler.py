@@ -10,6 +10,7 @@ from collections import deque
 from typing import NamedTuple
 
 from slipstream.config import EngineConfig
+from slipstream.engine.adaptive import Adaptive
 from slipstream.engine.admission import check_request
 from slipstream.engine.ledger import Ledger
 from slipstream.engine.pages import pages_for
@@ -86,6 +87,7 @@ class Scheduler:
         # Pages that stocks leave alone: none where there are enough for every slot at its longest.
         enough = config.num_pages >= config.max_slots * config.pages_per_slot
         self._kept_free = 0 if enough else config.num_pages // 2
+        self.adaptive = Adaptive.of(config) if config.adaptive else None
 
     def add(self, request: Request) -> None:
         """Check a request and queue it. Raises InvalidRequestError; nothing else is affected."""
@@ -151,11 +153,15 @@ class Scheduler:
         """The plan of launch `seq`, or None when there is nothing to run."""
         self._preempt()
         ready, reading = self._split()
-        decoding, rows, width = self._choose_decode(ready)
+        drafts = self.config.num_drafts
+        if self.adaptive is not None and ready:
+            drafts = self.adaptive.choose(slot_bucket(len(ready), self.config))
+        decoding, rows, width = self._choose_decode(ready, 1 + drafts)
         renewed = decoding != self._batch.members
         if renewed:
             self._batch = self._gather(decoding)
-        _, slots, padding, flags, drafts = self._batch
+        _, slots, padding, flags, wanted = self._batch
+        drafts = min(drafts, wanted)
         reach, appends = self._cover(decoding, width, seq)
         if renewed or appends:
             first_page = self.ledger.pool.first_page
@@ -166,6 +172,8 @@ class Scheduler:
             return None
         if spans:
             flags = _Flags.of([*decoding, *(s for s, span in spans if span.last)])
+        if self.adaptive is not None and decoding:
+            self.adaptive.launched(seq, len(slots), width, drafts, alone=not spans)
         drops, self._drops = tuple(self._drops), []
         return FramePlan(
             seq=seq,
@@ -183,6 +191,7 @@ class Scheduler:
             prefill_rows=chunk_rows(sum([span.length for _, span in spans]), self.config),
             prefill_prompts=self.config.prefill_prompts,
             drafts=drafts,
+            catch_up=bool(self.config.catch_up) and self._catch_up(decoding, width, drafts),
             sampled=flags.sampled,
             filtered=flags.filtered,
             rejection=flags.rejection,
@@ -207,16 +216,17 @@ class Scheduler:
 
     def _gather(self, members: list[Sequence]) -> _Batch:
         padding = slot_bucket(len(members), self.config) - len(members) if members else 0
-        # A drafter with KV of its own has to see every position, whoever wants its drafts.
-        wanted = self.config.num_drafts and (self.config.lookahead or any(s.num_drafts for s in members))
+        # A drafter with KV of its own that cannot catch up has to see every position, whoever wants its drafts.
+        always = self.config.lookahead and not self.config.catch_up
+        wanted = self.config.num_drafts and (always or any(s.num_drafts for s in members))
         slots = (*(s.slot for s in members), *(0,) * padding)
         return _Batch(members, slots, padding, _Flags.of(members), self.config.num_drafts if wanted else 0)
 
-    def _choose_decode(self, ready: list[Sequence]) -> tuple[list[Sequence], int, int]:
-        """Slots of the decode frame, R and width; who has no pages sits out."""
+    def _choose_decode(self, ready: list[Sequence], most: int) -> tuple[list[Sequence], int, int]:
+        """Slots of the decode frame, R and width, at most `most` rows per slot; who has no pages sits out."""
         if not ready:
             return [], 0, 0
-        rows, cap = choose_rows([s.wanted for s in ready], self.config)
+        rows, cap = choose_rows([s.wanted if s.wanted < most else most for s in ready], self.config)
         room = self.ledger.room
         if len(ready) * self._most_pages <= room:
             return ready, rows, cap
@@ -228,7 +238,7 @@ class Scheduler:
                 chosen.append(s)
         if not chosen:
             return [], 0, 0
-        rows, width = choose_rows([s.wanted for s in chosen], self.config, cap)
+        rows, width = choose_rows([min(s.wanted, most) for s in chosen], self.config, cap)
         return chosen, rows, width
 
     def _cover(self, decoding: list[Sequence], width: int, seq: int) -> tuple[list[int], list[PageAppend]]:
@@ -255,6 +265,14 @@ class Scheduler:
         low = [(s, rows) for s in decoding if s.cover(rows := min(width, s.most_rows)) + stock // 2 > s.covered]
         grown = ledger.grow([s for s, _ in low], [rows for _, rows in low], stock)
         return [PageAppend(s.slot, first, pages) for (s, _), (first, pages) in zip(low, grown, strict=True) if pages]
+
+    def _catch_up(self, decoding: list[Sequence], width: int, drafts: int) -> bool:
+        """Whether the drafter has to read what it lacks before this frame; and count what the frame adds to that."""
+        most = self.config.catch_up - (0 if drafts else width)
+        due = any(s.behind > (0 if drafts else most) for s in decoding)
+        for s in decoding:
+            s.behind = (0 if due else s.behind) + (0 if drafts else min(width, s.most_rows))
+        return due
 
     def _choose_prefill(
         self, reading: list[Sequence], busy: bool, admits: list[Admit], seq: int

@@ -36,8 +36,8 @@ class Sequence:
     is a fact), length (committed length by collected records; before that len(tokens)), queued (launch, most
     tokens) of decode frames not collected, ahead (the sum of those tokens), wanted (rows that its last collected
     record asks for; all of them while nothing is known), covered (positions that its pages cover), last_launch
-    (the last launch that names the slot), node (deepest locked radix node), shared (pages of its table that the
-    radix tree owns).
+    (the last launch that names the slot), behind (most committed positions that a drafter's own cache lacks), node
+    (deepest locked radix node), shared (pages of its table that the radix tree owns).
     """
 
     request: Request
@@ -62,6 +62,7 @@ class Sequence:
     wanted: int = 1
     covered: int = 0
     last_launch: int = -1
+    behind: int = 0
     node: Node | None = None
     shared: set[int] = field(default_factory=set)
 
@@ -128,5 +129,5 @@ class Sequence:
         self.cached, self.planned = start, max(0, start - rereads)
         self.prefilled, self.length = False, len(self.tokens)
         self.queued.clear()
-        self.ahead, self.wanted = 0, self.most_rows
+        self.ahead, self.behind, self.wanted = 0, 0, self.most_rows
         self.node = node

@@ -63,6 +63,7 @@ def draw_scenario(pick: Pick, run_ahead: int, page_size: int) -> Scenario:
         slot_buckets=((1, 2, 4), (2, 4), ())[pick(0, 2)],
         rereads=(context + 1) % 2,
         row_tiers=((1, 2, 4, 8), ())[pick(0, 1)],
+        adaptive=k > 0 and pick(0, 2) == 0,
     )
     vocab = pick(2, 16)
     stem = [pick(0, vocab - 1) for _ in range(context)]
@@ -104,6 +105,7 @@ def run_scenario(s: Scenario) -> tuple[EngineCore, FakeDevice]:
         page_size=s.config.page_size,
         run_ahead=s.config.run_ahead,
         rereads=s.config.rereads,
+        adaptive=s.config.adaptive,
         vocab=s.vocab,
         drafts=lambda key, position: _script(s.script, key, position),
     )

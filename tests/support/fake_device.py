@@ -77,6 +77,7 @@ class FakeDevice:
     vocab: int
     drafts: Callable[[int, int], tuple[int, int]]
     rereads: int = 0
+    adaptive: bool = False
     slots: dict[int, _Slot] = field(default_factory=dict)
     kv: dict[int, dict[int, int]] = field(default_factory=dict)
     queue: deque[tuple[FrameResult, set[tuple[int, int, int]]]] = field(default_factory=deque)
@@ -154,7 +155,8 @@ class FakeDevice:
         assert plan.rejection == any(s.request.mode == 2 for s in sampling)
         assert plan.coupled == any(s.request.mode == 1 for s in sampling)
         wanted = [self.num_drafts if s.request.num_drafts is None else s.request.num_drafts for s in members]
-        assert plan.drafts == (self.num_drafts if any(wanted) else 0)
+        most = self.num_drafts if any(wanted) else 0
+        assert plan.drafts == most or (self.adaptive and 0 <= plan.drafts <= most)
         assert plan.min_tokens == any(s.request.params.min_tokens > 0 for s in sampling)
 
     # -- the frame -----------------------------------------------------------------------------
@@ -256,4 +258,5 @@ def _result(plan: FramePlan, records: list[Record]) -> FrameResult:
             for _, generation, tokens, accepted, drafted, finish, ready, _ in records
         ],
         decoded=sum(not prefill for *_, prefill in records),
+        seconds=1e-3 * (10 + plan.rows + plan.drafts),
     )

@@ -12,7 +12,7 @@ TARGET = "slipstream.benchmark.frame_program:build"
 TWO_LAYERS_TWO_FRAMES = {
     "greedy": "stream_rope", "suffix": "stream_rope", "sampled": "stream_rope", "dspark": "stream_rope",
     "library": "rope_kv_write", "model": "prefill_attention", "eagle3": "stream_rope", "eagle3-sampled": "stream_rope",
-    "tree": "stream_rope", "tree-sampled": "stream_rope",
+    "tree": "stream_rope", "tree-sampled": "stream_rope", "eagle3-off": "stream_rope",
 }  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def test_the_frame_is_clean(kind: str) -> None:
     # The head of one layer takes three passes after the decode pass, and three after the prefill pass: three drafts, or
     # three levels of a tree.
     heads = ("eagle3", "eagle3-sampled", "tree", "tree-sampled")
-    times = {"library": 8, "model": 8, **dict.fromkeys(heads, 4 + 12)}.get(kind, 4)
+    times = {"library": 8, "model": 8, "eagle3-off": 4 + 6, **dict.fromkeys(heads, 4 + 12)}.get(kind, 4)
     assert proof.kernels[f"slipstream::{TWO_LAYERS_TWO_FRAMES[kind]}"] == times
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
     if kind.startswith("tree"):  # in its decode rounds trees are judged, in tensor operations

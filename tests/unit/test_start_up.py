@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream import LLM, SamplingParams, build
-from slipstream.config import LLMConfig, resolve_engine
+from slipstream.config import EngineConfig, LLMConfig, resolve_engine
 from slipstream.device.graphs import CaptureReport
 from slipstream.errors import ConfigError
 from slipstream.models.loader import load_model, plan_gguf
@@ -185,3 +186,16 @@ def test_the_command_line_has_the_budgets() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"--capture-mib -1\.0 must be above 0"):
         engine_options(parser.parse_args(["--capture-mib", "-1"]))
+
+
+def test_frames_that_plans_may_ask_for() -> None:
+    """One capture per (rows per slot, drafts made): without adaptive one number of drafts, and none at all."""
+    config = EngineConfig(num_drafts=3, row_tiers=(1, 2, 4))
+    assert config.frame_kinds == [(1, 0), (1, 3), (2, 3), (4, 3)]
+    assert EngineConfig(num_drafts=0, row_tiers=(1,)).frame_kinds == [(1, 0)]
+    assert EngineConfig(num_drafts=3, row_tiers=(1, 4), lookahead=3).frame_kinds == [(1, 3), (4, 3)]
+    adaptive = replace(config, adaptive=True)
+    assert adaptive.draft_modes == (0, 1, 3)
+    assert adaptive.frame_kinds == [(1, 0), (1, 1), (1, 3), (2, 1), (2, 3), (4, 3)]
+    assert replace(adaptive, row_tiers=(1, 2, 8)).frame_kinds == [(1, 0), (1, 1), (1, 3), (2, 1), (2, 3), (8, 3)]
+    assert EngineConfig(num_drafts=7, adaptive=True).draft_modes == (0, 1, 2, 3, 7)

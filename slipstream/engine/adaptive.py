@@ -1,0 +1,229 @@
+"""How many drafts the next frame makes: none, or one of a few numbers, whichever gives the most tokens per second.
+
+A frame of *mode* k makes and verifies at most k drafts per slot; mode 0 has no drafting stage. Expected tokens come
+from collected records: with a_i the share of rounds that accepted draft i of those that accepted all before it (a
+draft that was not offered counts as one that failed), mode k emits 1 + a_1 + a_1 a_2 + ... + a_1...a_k tokens per slot.
+Seconds come from start-up, where captured frames were timed, or from the frames themselves where the device reports
+how long they took (a CPU). What is chosen depends on collected records only, so a draft's fate never depends on what
+comes after it: the output's law, and every greedy or seeded token, are those of plain decoding.
+
+What is not in use is looked at again now and then: the next larger mode, since acceptance there is not seen from
+here, and where seconds are measured the next smaller one too. A look that changes nothing doubles the time to the
+next one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from slipstream.config import EngineConfig
+from slipstream.errors import ConfigError
+from slipstream.types import Round
+
+MEMORY = 256.0
+"""Rounds that an estimate of acceptance remembers."""
+PRIOR, PRIOR_WEIGHT = 0.7, 2.0
+"""Acceptance of the first draft before anything is known; later ones start from the one before them."""
+FADE = 0.5
+"""What is left of the weight of estimates that a mode has not seen, when it is tried again."""
+HOLD = 8
+"""Frames between two decisions."""
+MARGIN = 0.01
+"""A mode has to be better by that much to replace the current one."""
+LOOK, LOOK_NEW, FIRST_WAIT, LONGEST_WAIT = 4, 2, 64, 1024
+"""Settled frames of one look at another mode, and at one that was never timed; frames to the first look, and the most
+between two."""
+MEASURED_SHARE = 0.1
+"""Weight of a new time in the mean of a mode's."""
+
+Costs = Mapping[tuple[int, int, int], float]
+"""Seconds of a decode frame by (padded slots, rows per slot, drafts made)."""
+
+
+class _Launch(NamedTuple):
+    """settled: the launches that its drafts and row counts came from had its mode too."""
+
+    seq: int
+    key: tuple[int, int]
+    seconds: float
+    settled: bool
+    alone: bool
+
+
+class Acceptance:
+    """a_i by position, from rounds of all slots; decayed counts."""
+
+    def __init__(self, most: int) -> None:
+        self.hits = [0.0] * most
+        self.tries = [0.0] * most
+
+    def learn(self, rounds: Sequence[Round], allowed: int) -> None:
+        """Rounds whose frames could have verified `allowed` drafts."""
+        accepted = [0] * (allowed + 1)
+        for _, n, _ in rounds:
+            accepted[min(n, allowed)] += 1
+        reached = len(rounds)
+        for i in range(allowed):
+            if not reached:
+                return
+            held = reached - accepted[i]
+            keep = max(0.0, 1.0 - reached / MEMORY)
+            self.tries[i] = self.tries[i] * keep + reached
+            self.hits[i] = self.hits[i] * keep + held
+            reached = held
+
+    def fade(self, first: int) -> None:
+        """Trust what is known of drafts from `first` on less: it is old."""
+        for i in range(first, len(self.tries)):
+            self.tries[i] *= FADE
+            self.hits[i] *= FADE
+
+    def tokens(self) -> list[float]:
+        """[k]: expected tokens of a slot in a frame of mode k."""
+        out, reach, a = [1.0], 1.0, PRIOR
+        for hits, tries in zip(self.hits, self.tries, strict=True):
+            a = (hits + a * PRIOR_WEIGHT) / (tries + PRIOR_WEIGHT)
+            reach *= a
+            out.append(out[-1] + reach)
+        return out
+
+
+class Adaptive:
+    """Chooses a mode per launch; one per engine. All methods are called in the order of launches and results."""
+
+    def __init__(self, modes: Sequence[int], *, run_ahead: int, costs: Costs | None = None) -> None:
+        """modes: numbers of drafts to choose from, 0 among them. costs: of captured frames; None: times come with
+        results. Raises ConfigError when a mode's frame has no time."""
+        self.modes = tuple(sorted(set(modes)))
+        assert self.modes[0] == 0 and len(self.modes) > 1, f"modes {self.modes}"
+        self.costs = costs
+        self._full: dict[tuple[int, int], float] = {}  # profiled seconds when every slot verifies all drafts
+        for (slots, width, k), seconds in sorted((costs or {}).items(), reverse=True):
+            if width > k:
+                self._full[slots, k] = seconds
+        for slots in sorted({slots for slots, _, _ in costs or {}}):
+            for k in self.modes:
+                if (slots, k) not in self._full:
+                    raise ConfigError(f"adaptive: no time of a frame of {slots} slots that makes {k} drafts")
+        self.acceptance = Acceptance(self.modes[-1])
+        self.mode = 0 if costs is None else self.modes[-1]
+        self._lag = run_ahead + 1
+        self._shown = self.mode  # the mode of the last launch
+        self._same = 0  # launches in a row that had it
+        self._load = dict.fromkeys(self.modes, 1.0)
+        self._measured: dict[tuple[int, int], float] = {}
+        self._bucket = 0
+        self._look: int | None = None
+        self._left = self._hold = 0
+        self._wait = self._until_look = FIRST_WAIT
+        self._smaller = False
+        self._launches: deque[_Launch] = deque()
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Adaptive:
+        timed = {(slots, rows, drafts): seconds for slots, rows, drafts, seconds in config.frame_seconds}
+        return cls(config.draft_modes, run_ahead=config.run_ahead, costs=timed or None)
+
+    # -- per launch ----------------------------------------------------------------------------
+
+    def choose(self, slots: int) -> int:
+        """Mode of the next decode frame, of so many slots (padded ones, where frames are captured)."""
+        bucket = slots if self.costs is not None else 1 << (slots - 1).bit_length()
+        self._hold -= 1
+        if bucket != self._bucket:
+            self._bucket, self._look, self._hold = bucket, None, 0
+        if self._look is not None:
+            self._left -= 1
+            if self._left > 0:
+                return self._look
+            self._look, self._hold = None, 0
+        if self._hold <= 0:
+            self._decide()
+        self._until_look -= 1
+        if self._look is None and self._until_look <= 0:
+            self._start_look(self._other())
+        return self.mode if self._look is None else self._look
+
+    def launched(self, seq: int, slots: int, width: int, mode: int, *, alone: bool) -> None:
+        """Launch `seq` has a decode frame of that shape; alone: nothing else."""
+        self._same = self._same + 1 if mode == self._shown else 1
+        self._shown = mode
+        seconds, bucket = 0.0, slots
+        if self.costs is not None:
+            seconds = self.costs.get((slots, width, mode), 0.0)
+        else:
+            bucket = 1 << (slots - 1).bit_length()
+        self._launches.append(_Launch(seq, (bucket, mode), seconds, self._same > self._lag, alone))
+
+    def collected(self, seq: int, rounds: Sequence[Round], seconds: float) -> None:
+        """The result of launch `seq`: its rounds, and what it took (0: not known)."""
+        if not self._launches or self._launches[0].seq != seq:
+            return
+        launch = self._launches.popleft()
+        if not launch.settled:
+            return
+        mode = launch.key[1]
+        if mode:
+            self.acceptance.learn(rounds, mode)
+        if self.costs is not None:
+            if launch.seconds > 0:
+                self._load[mode] += MEASURED_SHARE * (launch.seconds / self._full[launch.key] - self._load[mode])
+        elif seconds > 0 and launch.alone:
+            known = self._measured.get(launch.key)
+            # A frame that something else on the machine held up says little about its mode.
+            self._measured[launch.key] = (
+                seconds if known is None else known + MEASURED_SHARE * (min(seconds, 2 * known) - known)
+            )
+
+    # -- the decision --------------------------------------------------------------------------
+
+    def rates(self, slots: int) -> dict[int, float]:
+        """Expected tokens per second and slot of each mode whose time is known, for so many slots."""
+        tokens = self.acceptance.tokens()
+        seconds = {k: self._seconds(slots, k) for k in self.modes}
+        return {k: tokens[k] / s for k, s in seconds.items() if s is not None}
+
+    def _seconds(self, slots: int, mode: int) -> float | None:
+        if self.costs is None:
+            return self._measured.get((slots, mode))
+        return self._full[slots, mode] * self._load[mode]
+
+    def _decide(self) -> None:
+        self._hold = HOLD
+        rates = self.rates(self._bucket)
+        new = self._worth_timing(rates)
+        if new is not None:
+            self._look, self._left = new, LOOK_NEW + self._lag
+            return
+        best = max(rates, key=rates.__getitem__)
+        if best != self.mode and rates[best] > rates.get(self.mode, 0.0) * (1 + MARGIN):
+            self.mode = best
+            self._wait = self._until_look = FIRST_WAIT
+
+    def _worth_timing(self, rates: Mapping[int, float]) -> int | None:
+        """The smallest mode without a time, unless it could not win if it took no longer than the one below it."""
+        new = next((k for k in self.modes if k not in rates), None)
+        if not new:
+            return new
+        below = self.modes[self.modes.index(new) - 1]
+        tokens = self.acceptance.tokens()
+        return new if tokens[new] / tokens[below] * rates[below] > max(rates.values()) else None
+
+    def _other(self) -> int | None:
+        """The mode to look at: the next larger, or, where seconds are measured, in turn the next smaller."""
+        at = self.modes.index(self.mode)
+        larger = self.modes[at + 1] if at + 1 < len(self.modes) else None
+        smaller = self.modes[at - 1] if at and self.costs is None else None
+        self._smaller = not self._smaller
+        return smaller if smaller is not None and (self._smaller or larger is None) else larger
+
+    def _start_look(self, mode: int | None) -> None:
+        self._wait = min(2 * self._wait, LONGEST_WAIT)
+        self._until_look = self._wait
+        if mode is None:
+            return
+        if mode > self.mode:
+            self.acceptance.fade(self.mode)
+        self._look, self._left = mode, LOOK + self._lag

@@ -1,0 +1,171 @@
+"""The choice of drafts per frame on a simulated clock: near the best fixed one, whatever batch and acceptance."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from slipstream.engine.adaptive import LONGEST_WAIT, LOOK, MEMORY, Acceptance, Adaptive
+from slipstream.errors import ConfigError
+from slipstream.types import Round
+
+Clock = Callable[[int, int, int], float]
+"""(slots, rows per slot, drafts made) -> milliseconds of a frame"""
+
+
+def gpu(slots: int, width: int, drafts: int) -> float:
+    """Flat while weights are streamed, rising once the rows fill the machine; a pass of the draft per draft."""
+    rows = slots * width
+    return 1.0 + 0.001 * rows + 0.009 * max(0, rows - 64) + (0.05 + 0.0005 * slots) * drafts
+
+
+def cpu(slots: int, width: int, drafts: int) -> float:
+    """Nearly free up to four rows, then a cliff."""
+    rows = slots * width
+    return 20.0 + 1.2 * (min(rows, 4) - 1) + 9.0 * max(0, rows - 4) + 0.8 * drafts
+
+
+def conditional(mean: float, drafts: int = 3) -> float:
+    """p with 1 + p + ... + p^drafts = mean."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        low, high = (p, high) if sum(p**i for i in range(drafts + 1)) < mean else (low, p)
+    return low
+
+
+class Machine:
+    """Frames of a batch with a given acceptance; results come `run_ahead` launches late."""
+
+    def __init__(self, clock: Clock, modes: tuple[int, ...], slots: int, run_ahead: int, seed: int = 0) -> None:
+        self.clock, self.modes, self.slots, self.run_ahead = clock, modes, slots, run_ahead
+        self.rng = random.Random(seed)
+        self.profiled = clock is gpu
+        costs = None
+        if self.profiled:
+            costs = {(slots, w, k): clock(slots, w, k) / 1e3 for k in modes for w in {1, *(m + 1 for m in modes)}}
+        self.adaptive = Adaptive(modes, run_ahead=run_ahead, costs=costs)
+        self.launches = 0
+        self.in_flight: deque[tuple[int, list[Round], float]] = deque()
+        self.chosen: list[int] = []
+
+    def frames(self, n: int, p: float, noise: float = 0.0) -> float:
+        """Tokens per millisecond of n frames at acceptance p of each draft after the one before it."""
+        tokens = spent = 0.0
+        for _ in range(n):
+            if len(self.in_flight) >= self.run_ahead:
+                self.adaptive.collected(*self.in_flight.popleft())
+            k = self.adaptive.choose(self.slots)
+            # Records that the row count comes from are run_ahead launches old, so are the drafts it may count on.
+            known = min(self.chosen[-self.run_ahead - 1 : -1], default=k) if self.run_ahead > 1 else k
+            made = self.chosen[-1] if self.chosen else 0
+            verified = min(k, made, known)
+            rounds = []
+            for _ in range(self.slots):
+                accepted = 0
+                while accepted < verified and self.rng.random() < p:
+                    accepted += 1
+                rounds.append((verified, accepted, accepted + 1))
+            seconds = self.clock(self.slots, verified + 1, k) * (1 + noise * abs(self.rng.gauss(0, 1)))
+            self.adaptive.launched(self.launches, self.slots, verified + 1, k, alone=True)
+            self.in_flight.append((self.launches, rounds, 0.0 if self.profiled else seconds / 1e3))
+            self.launches += 1
+            self.chosen.append(k)
+            tokens += sum(r[2] for r in rounds)
+            spent += seconds
+        return tokens / spent
+
+    def fixed(self, p: float, k: int) -> float:
+        return self.slots * sum(p**i for i in range(k + 1)) / self.clock(self.slots, k + 1, k)
+
+    def best(self, p: float) -> float:
+        return max(self.fixed(p, k) for k in self.modes)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4, 8, 16, 32, 64])
+@pytest.mark.parametrize(
+    ("clock", "modes", "run_ahead"), [(gpu, (0, 1, 3), 2), (cpu, (0, 1, 2, 3), 1)], ids=["gpu", "cpu"]
+)
+def test_within_three_per_cent_of_the_best_fixed_number(
+    clock: Clock, modes: tuple[int, ...], run_ahead: int, slots: int
+) -> None:
+    for mean in (1.0, 1.3, 1.6, 2.0, 2.5, 3.0, 3.5, 4.0):
+        machine, p = Machine(clock, modes, slots, run_ahead, seed=slots), conditional(mean)
+        machine.frames(300, p)
+        got = machine.frames(3000 if slots < 16 else 1000, p)
+        assert got > 0.97 * machine.best(p), (mean, got / machine.best(p), machine.adaptive.mode)
+
+
+def test_it_follows_a_change_of_acceptance_and_does_not_flutter() -> None:
+    machine = Machine(gpu, (0, 1, 3), slots=4, run_ahead=2)
+    machine.frames(500, conditional(1.01))
+    assert machine.adaptive.mode == 0
+    machine.frames(LONGEST_WAIT + 300, conditional(3.5))
+    assert machine.adaptive.mode == 3
+    for mean, most in ((1.01, 0.06), (3.5, 0.02)):
+        machine.frames(LONGEST_WAIT + 300, conditional(mean))
+        before = len(machine.chosen)
+        machine.frames(1500, conditional(mean))
+        chosen = machine.chosen[before:]
+        usual = max(machine.modes, key=chosen.count)
+        assert sum(k != usual for k in chosen) <= most * len(chosen)
+        assert sum(a != b for a, b in pairwise(chosen)) < 24
+
+
+def test_off_is_seldom_left_and_ever_less_often() -> None:
+    machine = Machine(gpu, (0, 1, 3), slots=64, run_ahead=2)
+    machine.frames(200, 0.0)
+    assert machine.adaptive.mode == 0
+    first, then = machine.chosen[:200], len(machine.chosen)
+    machine.frames(4 * LONGEST_WAIT, 0.0)
+    assert 0 < sum(k > 0 for k in machine.chosen[then:]) <= 8 * (LOOK + 3)
+    assert first[-1] == 0
+
+
+def test_noisy_times_do_not_mislead_it() -> None:
+    for mean in (1.0, 2.0, 3.5):
+        machine, p = Machine(cpu, (0, 1, 2, 3), 1, 1, seed=5), conditional(mean)
+        machine.frames(300, p, noise=0.3)
+        right = sorted(machine.modes, key=lambda k, p=p: -machine.fixed(p, k))
+        machine.frames(2000, p, noise=0.3)
+        assert machine.fixed(p, machine.adaptive.mode) > 0.97 * machine.fixed(p, right[0])
+
+
+def test_results_of_the_same_records_are_the_same() -> None:
+    one, two = (Machine(gpu, (0, 1, 3), 8, 2, seed=1) for _ in range(2))
+    one.frames(400, 0.6)
+    two.frames(400, 0.6)
+    assert one.chosen == two.chosen
+
+
+def test_expected_tokens_follow_the_formula() -> None:
+    acceptance = Acceptance(3)
+    assert acceptance.tokens() == pytest.approx([1, 1.7, 1.7 + 0.49, 1.7 + 0.49 + 0.343])
+    # Of 200 rounds 100 accept nothing, 60 one draft, 40 all three; a draft not offered counts as one that failed.
+    acceptance.learn([(0, 0, 1)] * 50 + [(3, 0, 1)] * 50 + [(3, 1, 2)] * 60 + [(3, 3, 4)] * 40, 3)
+    assert acceptance.tries == [200, 100, 40] and acceptance.hits == [100, 40, 40]
+    a = (101.4 / 202, (40 + 2 * 101.4 / 202) / 102)
+    assert acceptance.tokens()[:3] == pytest.approx([1, 1 + a[0], 1 + a[0] + a[0] * a[1]])
+    for _ in range(50):
+        acceptance.learn([(1, 1, 2)] * 64, 1)
+    assert acceptance.tokens()[1] > 1.98 and acceptance.tries[0] <= MEMORY + 64 and acceptance.tries[1:] == [100, 40]
+
+
+def test_rounds_of_unsettled_launches_do_not_count() -> None:
+    adaptive = Adaptive((0, 3), run_ahead=2, costs={(4, 1, 0): 1.0, (4, 4, 3): 1.2})
+    for seq in range(6):
+        adaptive.launched(seq, 4, 4, 3, alone=True)
+    for seq in range(6):
+        adaptive.collected(seq, [(3, 3, 4)] * 4, 0.0)
+    assert adaptive.acceptance.tries == pytest.approx([12.0] * 3, rel=0.02), (
+        "the first three came from other modes' drafts"
+    )
+
+
+def test_a_table_without_a_mode_is_refused() -> None:
+    with pytest.raises(ConfigError, match="4 slots that makes 3 drafts"):
+        Adaptive((0, 1, 3), run_ahead=2, costs={(4, 1, 0): 1.0, (4, 2, 1): 1.1})

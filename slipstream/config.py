@@ -157,8 +157,11 @@ class LLMConfig:
     decision. capture_seconds, capture_mib: what capturing the frames at start-up may take.
     gpu_memory_mib: most that weights and pages may take on a GPU, even where more is free.
     adaptive: every frame makes the number of drafts, none included, that pays at its batch size and the acceptance
-    seen so far; num_drafts is then the most. It is off unless asked for, so that a number of drafts means what it says,
-    in measurements above all. verifier: how drafts that were sampled are judged in unseeded requests, "chain"
+    seen so far; num_drafts is then the most. Nothing but this promises never to be slower than plain decoding: a fixed
+    number is worth it or not by batch size and text (on a CPU the fifth row of a frame costs several times the second).
+    It is off unless asked for, with a drafter named too: a number of drafts then means what it says, frames are the
+    same from run to run, where on a CPU the choice follows measured times, and n-gram drafts have a gate of their own.
+    verifier: how drafts that were sampled are judged in unseeded requests, "chain"
     or "block" (which accepts at least as much); both keep the target's law.
     """
 

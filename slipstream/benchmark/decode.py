@@ -27,8 +27,8 @@ SHORT = 32
 """Output tokens of the short run: enough that every sequence of a batch has started before one ends."""
 
 _LLM_OPTIONS = (
-    "model", "load_format", "draft", "num_drafts", "draft_tree", "synthetic_acceptance", "dtype", "device", "threads",
-    "run_ahead", "seed",
+    "model", "load_format", "draft", "num_drafts", "draft_tree", "adaptive", "synthetic_acceptance", "dtype", "device",
+    "threads", "run_ahead", "seed",
 )  # fmt: skip
 
 _clock = time.perf_counter
@@ -62,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft", metavar="D", help='"ngram", or a draft: a head for the model, or a model (default: none)')
     add("--num-drafts", type=int, metavar="K", help="drafts per round")
     add("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
+    add("--adaptive", action="store_true", default=None, help="draft only as much as pays, or not")
     add(
         "--synthetic-acceptance",
         type=float,
@@ -351,6 +352,7 @@ def _facts(llm: Any, args: argparse.Namespace, *, rate: float, weight_bytes: int
         "draft": args.draft,
         "num_drafts": resolved["num_drafts"],
         "draft_tree": resolved.get("draft_tree"),
+        "adaptive": resolved.get("adaptive", False),
         "synthetic_acceptance": args.synthetic_acceptance,
         "dtype": resolved["dtype"],
         "device": resolved["device"],

@@ -155,7 +155,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     if kind in ("dspark", "suffix") or isinstance(drafter, Eagle3Drafter):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
     if kind == "suffix":
-        kernels = (*kernels, "slipstream::suffix_places")
+        kernels = (*kernels, "slipstream::suffix_places", "slipstream::suffix_walk")
     if isinstance(drafter, Eagle3Drafter):
         kernels = (*kernels, *EAGLE_KERNELS)
     if tree is not None:

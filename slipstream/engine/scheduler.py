@@ -226,7 +226,10 @@ class Scheduler:
         """Slots of the decode frame, R and width, at most `most` rows per slot; who has no pages sits out."""
         if not ready:
             return [], 0, 0
-        rows, cap = choose_rows([s.wanted if s.wanted < most else most for s in ready], self.config)
+        wanted = [s.wanted for s in ready]
+        if most <= self.config.num_drafts:
+            wanted = [min(w, most) for w in wanted]
+        rows, cap = choose_rows(wanted, self.config)
         room = self.ledger.room
         if len(ready) * self._most_pages <= room:
             return ready, rows, cap

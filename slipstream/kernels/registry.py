@@ -33,6 +33,7 @@ KERNELS: dict[str, str] = {
     "ngram_draft": "slipstream.kernels.draft",
     "offer_drafts": "slipstream.kernels.draft",
     "suffix_places": "slipstream.kernels.suffix",
+    "suffix_walk": "slipstream.kernels.suffix",
     "feature_rows": "slipstream.kernels.eagle",
     "tree_rows": "slipstream.kernels.tree",
     "compact_path": "slipstream.kernels.tree",

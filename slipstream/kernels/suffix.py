@@ -58,6 +58,21 @@ def suffix_draft(
     """Drafts [B, K] for what follows history[:end + 1], how many are worth offering [B], and their score [B]."""
     rank_BL = suffix_places(history_SL, slot_B, end_B, columns, rule.depth)
     rank_BC = rank_BL.topk(min(rule.places, columns), 1).values
+    out: tuple[Tensor, Tensor, Tensor] = suffix_walk(
+        rank_BC, history_SL, slot_B, end_B, columns, drafts, rule.depth, rule.factor, rule.offset, rule.min_prob
+    )
+    return out
+
+
+@torch.library.custom_op(OP + "suffix_walk", mutates_args=())
+def suffix_walk(
+    rank_BC: Tensor, history_SL: Tensor, slot_B: Tensor, end_B: Tensor, columns: int, drafts: int, depth: int,
+    factor: float, offset: float, min_prob: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`walk` from the places of rank_BC (see `suffix_places`), best first: tokens [B, K], count [B], score [B].
+
+    What a token behind the count is has no meaning.
+    """
     found_BC = rank_BC >= 0
     length_BC = torch.where(found_BC, torch.div(rank_BC, columns, rounding_mode="floor"), 0)
     at_BC = torch.where(found_BC, rank_BC % columns, 0)
@@ -65,7 +80,40 @@ def suffix_draft(
     place_BCK = at_BC[:, :, None] + offset_K
     known_BCK = found_BC[:, :, None] & (place_BCK <= end_B[:, None, None])
     next_BCK = history_SL[slot_B[:, None, None], place_BCK.clamp(max=columns - 1)]
+    rule = SuffixRule(depth, rank_BC.shape[1], factor, offset, min_prob)
     return walk(length_BC, next_BCK, known_BCK, rule)
+
+
+@suffix_walk.register_fake
+def _(
+    rank_BC: Tensor, history_SL: Tensor, slot_B: Tensor, end_B: Tensor, columns: int, drafts: int, depth: int,
+    factor: float, offset: float, min_prob: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    slots = slot_B.shape[0]
+    score_B = history_SL.new_empty(slots, dtype=torch.float64)
+    return history_SL.new_empty(slots, drafts), history_SL.new_empty(slots), score_B
+
+
+@suffix_walk.register_kernel("cuda")
+def _(
+    rank_BC: Tensor, history_SL: Tensor, slot_B: Tensor, end_B: Tensor, columns: int, drafts: int, depth: int,
+    factor: float, offset: float, min_prob: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from slipstream.kernels.jit import suffix
+
+    slots = slot_B.shape[0]
+    token_BK, count_B = history_SL.new_empty(slots, drafts), history_SL.new_empty(slots)
+    score_B = history_SL.new_empty(slots, dtype=torch.float64)
+    limit_M = draft_limits(depth, factor, offset, drafts, device=history_SL.device)
+    limit_M1 = torch.nn.functional.pad(limit_M, (0, 1), value=min_prob)
+    suffix.launch_suffix_walk(rank_BC, history_SL, slot_B, end_B, limit_M1, token_BK, count_B, score_B, columns=columns)
+    return token_BK, count_B, score_B
+
+
+def draft_limits(depth: int, factor: float, offset: float, drafts: int, *, device: torch.device) -> Tensor:
+    """Most drafts for a match of `depth`, depth - 1, ... 1 tokens [M], float64."""
+    level_M = torch.arange(depth, 0, -1, device=device)
+    return (level_M.double() * factor + offset).floor().clamp(max=drafts)
 
 
 def walk(length_BC: Tensor, next_BCK: Tensor, known_BCK: Tensor, rule: SuffixRule) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +127,7 @@ def walk(length_BC: Tensor, next_BCK: Tensor, known_BCK: Tensor, rule: SuffixRul
     """
     _, places, drafts = next_BCK.shape
     level_M = torch.arange(rule.depth, 0, -1, device=length_BC.device)
-    limit_M = (level_M.double() * rule.factor + rule.offset).floor().clamp(max=drafts)
+    limit_M = draft_limits(rule.depth, rule.factor, rule.offset, drafts, device=length_BC.device)
     first_C = torch.arange(places - 1, -1, -1, device=length_BC.device)
     alive_BMC = length_BC[:, None, :] >= level_M[:, None]
     goes_on_BM = alive_BMC.any(2)

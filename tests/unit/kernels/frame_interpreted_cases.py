@@ -160,3 +160,22 @@ def test_compact_path(page: int, depth: int, heads: int, dim: int) -> None:
     ops_tree.moved_path(want, *case[1:])
     tree.launch_compact_path(got, *case[1:])
     assert torch.equal(got.nan_to_num(99), want.nan_to_num(99)) and not torch.equal(want[:, :, 1:], case.data[:, :, 1:])
+
+
+@pytest.mark.parametrize(("drafts", "rule"), [
+    (1, (24, 32, 1.0, 0.0, 0.1)), (5, (3, 20, 1.0, 2.0, 0.0)), (7, (24, 32, 0.5, 1.0, 0.34)),
+    (3, (40, 9, 1.0, 0.0, 1.0)),
+])  # fmt: skip
+def test_suffix_walk(drafts: int, rule: tuple[int, int, float, float, float]) -> None:
+    depth, places, *rest = rule
+    state, slot = random_state(7, 3, vocab=2 + drafts % 2, columns=90, seed=drafts), slot_list(7, 1)
+    end, columns = state.committed[slot], state.history.shape[1]
+    rank = ops_suffix.suffix_places(state.history, slot, end, columns, depth).topk(places, 1).values
+    token, count, score = unwritten(8, drafts), unwritten(8), torch.full((8,), -7.0, dtype=torch.float64)
+    limit = ops_suffix.draft_limits(depth, rest[0], rest[1], drafts, device=rank.device)
+    limit = torch.cat([limit, torch.tensor([rest[2]], dtype=torch.float64)])
+    suffix.launch_suffix_walk(rank, state.history, slot, end, limit, token, count, score, columns=columns)
+    want = ops_suffix.suffix_walk(rank, state.history, slot, end, columns, drafts, depth, *rest)
+    offered = torch.arange(drafts) < want[1][:, None]
+    assert torch.equal(count, want[1]) and torch.equal(score, want[2])
+    assert torch.equal(token[offered], want[0][offered]) and int(offered.sum()) > 2

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream.answers import Limits
 from slipstream.config import DEFAULT_DRAFTS, EngineConfig, LLMConfig, resolve_engine
 from slipstream.device.catch_up import CatchUp
 from slipstream.device.frame import Frame
@@ -31,12 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """Everything an engine needs, ready to run. resolved: what was decided, for people and /server_info."""
+    """Everything an engine needs, ready to run.
+
+    tokenizer_source: file or folder that the tokenizer came from. resolved: what was decided, for people and
+    /server_info.
+    """
 
     model: Any
     tokenizer: Tokenizer
+    tokenizer_source: Path | None
     generation_config: dict[str, Any]
-    eos_ids: tuple[int, ...]
+    limits: Limits
     engine_config: EngineConfig
     device: Device
     resolved: dict[str, Any]
@@ -55,7 +61,8 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         torch.set_num_threads(config.threads)
     loaded = _load(config, config.model, device)
     model = loaded.model
-    tokenizer = _tokenizer(config, loaded)
+    source = _tokenizer_source(config, loaded)
+    tokenizer = Tokenizer.from_path(source)
     num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts
     draft_loaded, head = None, None
     if num_drafts and isinstance(config.draft, str) and config.draft not in ("none", "ngram", "suffix"):
@@ -128,8 +135,12 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         **{f: getattr(engine, f) for f in engine.__dataclass_fields__},
     }
     return Built(
-        model=model, tokenizer=tokenizer, generation_config=loaded.generation_config,
-        eos_ids=_eos_ids(loaded, tokenizer), engine_config=engine,
+        model=model, tokenizer=tokenizer, tokenizer_source=source, generation_config=loaded.generation_config,
+        limits=Limits(
+            vocab_size=model.config.vocab_size, max_model_len=engine.max_model_len, max_stop_ids=engine.max_stop_ids,
+            num_drafts=engine.num_drafts, eos_ids=_eos_ids(loaded, tokenizer),
+        ),
+        engine_config=engine,
         device=Device(frame, run_ahead=engine.run_ahead, graphs=graphs),
         resolved=resolved, notes=[*loaded.notes, *_capture_note(report)],
     )  # fmt: skip
@@ -177,17 +188,13 @@ def _load(config: LLMConfig, source: str | None, device: torch.device) -> Loaded
     )  # fmt: skip
 
 
-def _tokenizer(config: LLMConfig, loaded: LoadedModel) -> Tokenizer:
+def _tokenizer_source(config: LLMConfig, loaded: LoadedModel) -> Path | None:
     if config.tokenizer is not None:
         folder = Path(config.tokenizer)
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError(f"tokenizer={config.tokenizer!r} must be a folder with a tokenizer.json")
-        return Tokenizer.from_dir(folder)
-    if loaded.gguf_path is not None:
-        return Tokenizer.from_gguf(loaded.gguf_path)
-    if loaded.tokenizer_dir is not None:
-        return Tokenizer.from_dir(loaded.tokenizer_dir)
-    return Tokenizer.absent()
+        return folder
+    return loaded.gguf_path or loaded.tokenizer_dir
 
 
 def _eos_ids(loaded: LoadedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -200,7 +207,7 @@ def _check_draft(config: LLMConfig, target: LoadedModel, draft: LoadedModel, tok
         raise ConfigError(
             f"draft={config.draft!r} has a vocabulary of {theirs} tokens, the model {ours}; a draft needs the same one"
         )
-    other = _tokenizer(config, draft)
+    other = Tokenizer.from_path(_tokenizer_source(config, draft))
     if tokenizer.present and other.present and tokenizer.vocab != other.vocab:
         raise ConfigError(f"draft={config.draft!r} has another vocabulary than the model: some tokens have other ids")
 

@@ -9,35 +9,35 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from slipstream.answers import Answer, Prepared, Prompt, default_params, prepare
 from slipstream.build import Built, build
 from slipstream.config import LLMConfig
 from slipstream.engine.loop import EngineCore
 from slipstream.errors import InvalidRequestError
-from slipstream.outputs import CompletionOutput, RequestOutput, StreamChunk
+from slipstream.outputs import RequestOutput, StreamChunk
 from slipstream.sampling.rng import request_key
-from slipstream.text import TextStream, Tokenizer
-from slipstream.types import Request, SamplingParams, TokenEvent
-
-Prompt = str | Sequence[int]
+from slipstream.text import Tokenizer
+from slipstream.types import SamplingParams, TokenEvent
 
 
 @dataclass
 class _Live:
-    """A request in flight: its output so far, one text stream per child.
+    """A request in flight.
 
     unread: chunks that a caller of `stream` has not taken yet; None when nobody reads chunks.
     finished: where the output goes for the call of `generate` that waits for it, whoever turned the engine.
     """
 
-    output: RequestOutput
-    streams: list[TextStream]
-    needs_ack: bool
-    open: set[int] = field(default_factory=set)
+    answer: Answer
     unread: deque[StreamChunk] | None = None
     finished: deque[RequestOutput] | None = None
+
+    @property
+    def output(self) -> RequestOutput:
+        return self.answer.output
 
 
 class LLM:
@@ -159,14 +159,7 @@ class LLM:
 
     def default_sampling_params(self) -> SamplingParams:
         """SamplingParams with the model's generation_config, where it names a temperature, top_k, top_p or min_p."""
-        known = {
-            k: self.generation_config[k]
-            for k in ("temperature", "top_k", "top_p", "min_p")
-            if k in self.generation_config
-        }
-        if self.generation_config.get("do_sample") is False:
-            known = {}
-        return SamplingParams(**{k: v for k, v in known.items() if v is not None})
+        return default_params(self.generation_config)
 
     def stats(self) -> dict[str, Any]:
         """Engine counters, the seconds spent inside the device's frames, and what capturing them at start-up took
@@ -194,46 +187,9 @@ class LLM:
 
     # -- one request ----------------------------------------------------------------------------------------
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, tuple[int, ...], SamplingParams]:
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
         """Text to ids, and every check that can refuse the request."""
-        text = prompt if isinstance(prompt, str) else None
-        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-        vocab, context = self.model_config.vocab_size, self._built.engine_config.max_model_len
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab:
-                raise InvalidRequestError(f"prompt token id {i!r} must be a whole number from 0 to {vocab - 1}")
-        for i in params.stop_token_ids:
-            if i >= vocab:
-                raise InvalidRequestError(f"stop token id {i} must be below the vocabulary size {vocab}")
-        if not ids:
-            raise InvalidRequestError("the prompt is empty; it needs at least one token")
-        if len(ids) >= context:
-            raise InvalidRequestError(
-                f"the prompt has {len(ids)} tokens; the limit is {context - 1} (context {context})"
-            )
-        if params.max_tokens is not None and len(ids) + params.max_tokens > context:
-            raise InvalidRequestError(
-                f"max_tokens={params.max_tokens} and a prompt of {len(ids)} tokens exceed the context of {context}; "
-                f"at most {context - len(ids)} fit"
-            )
-        if params.min_tokens > context - len(ids):
-            raise InvalidRequestError(
-                f"min_tokens={params.min_tokens} is above the {context - len(ids)} tokens that fit"
-            )
-        stops, most = len(self._stop_ids(params)), self._built.engine_config.max_stop_ids
-        if stops > most:
-            raise InvalidRequestError(f"{stops} stop token ids; the limit is {most}")
-        drafts, engine = params.num_drafts, self._built.engine_config.num_drafts
-        if drafts is not None and drafts > engine:
-            why = f"the engine makes {engine} drafts per round" if engine else "the engine has no drafter"
-            raise InvalidRequestError(f"speculative={drafts}, but {why}; the limit is {engine}")
-        if params.stop and not self.tokenizer.present:
-            raise InvalidRequestError(f"stop={list(params.stop)!r} needs a tokenizer, and this model has none")
-        return text, ids, params
-
-    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        ends = () if params.ignore_eos else self._built.eos_ids
-        return tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
+        return prepare(prompt, params, self.tokenizer, self._built.limits)
 
     def _submit(
         self,
@@ -244,36 +200,14 @@ class LLM:
         unread: deque[StreamChunk] | None = None,
         finished: deque[RequestOutput] | None = None,
     ) -> str:
-        request_id = f"req-{next(self._ids)}"
-        engine = self._built.engine_config
-        context = engine.max_model_len
-        max_len = context if params.max_tokens is None else len(ids) + params.max_tokens
-        live = _Live(
-            output=RequestOutput(
-                request_id,
-                text,
-                list(ids),
-                [CompletionOutput(i) for i in range(params.n)],
-                num_drafts=engine.num_drafts if params.num_drafts is None else params.num_drafts,
-            ),
-            streams=[TextStream.for_request(self.tokenizer, params, continues=True) for _ in range(params.n)],
-            needs_ack=bool(params.stop),
-            open=set(range(params.n)),
-            unread=unread,
-            finished=finished,
-        )
-        key = request_key(params.seed)
+        request_id, request, limits = f"req-{next(self._ids)}", Prepared(text, ids, params), self._built.limits
+        answer = Answer.begin(request_id, request, self.tokenizer, limits)
+        children = answer.requests(request, limits, request_key(params.seed))
         with self._turn:
-            self._live[request_id] = live
+            self._live[request_id] = _Live(answer, unread, finished)
             try:
-                for child in range(params.n):
-                    self._engine.add(
-                        Request(
-                            request_id=request_id, prompt_token_ids=ids, params=params, child=child, key=key,
-                            stop_ids=self._stop_ids(params), max_len=max_len, needs_ack=live.needs_ack,
-                            num_drafts=params.num_drafts,
-                        )
-                    )  # fmt: skip
+                for child in children:
+                    self._engine.add(child)
             except InvalidRequestError:
                 self.abort(request_id)  # its first children may be in already
                 raise
@@ -289,7 +223,7 @@ class LLM:
                 events = self._engine.step()
             for event in events:
                 live = self._live.get(event.request_id)
-                if live is None or event.child not in live.open:
+                if live is None or event.child not in live.answer.open:
                     continue
                 chunk = self._take(live, event)
                 chunks.append(chunk)
@@ -300,31 +234,13 @@ class LLM:
         return chunks
 
     def _take(self, live: _Live, event: TokenEvent) -> StreamChunk:
-        out, stream = live.output.outputs[event.child], live.streams[event.child]
-        before = len(out.token_ids)
-        tokens, reason = list(event.tokens), event.finish_reason
-        delta = stream.push(tokens, stop_token=reason == "stop")
-        text = delta.text
-        if delta.cut is not None:
-            tokens = tokens[: delta.cut - before]
-            reason = "stop"
-            self._engine.cut(event.request_id, event.child, delta.cut)
-        elif live.needs_ack:
-            self._engine.ack(event.request_id, event.child, before + len(tokens))
-        if event.drafted is not None and tokens:
-            live.output.spec.add_round(event.drafted, min(event.accepted, len(tokens)), len(tokens))
-        out.token_ids += tokens
-        if reason is not None:
-            text += stream.finish()
-            out.finish_reason, out.error = reason, event.error
-            live.open.discard(event.child)
-        out.text += text
-        last = not live.open
-        if last:
+        chunk, receipt = live.answer.take(event)
+        if receipt is not None:
+            tell = self._engine.cut if receipt.cut else self._engine.ack
+            tell(event.request_id, receipt.child, receipt.upto)
+        if chunk.output is not None:
             del self._live[event.request_id]
-        return StreamChunk(
-            text, tokens, min(event.accepted, len(tokens)), event.child, reason, live.output if last else None
-        )
+        return chunk
 
 
 @contextlib.contextmanager

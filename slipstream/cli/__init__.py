@@ -32,7 +32,7 @@ COMMANDS = {
     "chat": Command("slipstream.cli.chat:main", "talk with a model in the terminal"),
     "bench": Command("slipstream.cli.bench:main", "measure: bench decode, bench accept"),
     "audit": Command("slipstream.audit.cli:main", "find what makes a PyTorch program wait for its device"),
-    "serve": Command(None, "OpenAI-compatible server"),
+    "serve": Command("slipstream.cli.serve:main", "serve a model over HTTP, as OpenAI's API"),
     "train": Command("slipstream.cli.train:main", "train and calibrate drafts: train eagle3, train dspark"),
 }
 

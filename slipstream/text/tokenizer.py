@@ -71,6 +71,13 @@ class Tokenizer:
         return cls(None, eos_ids=eos_ids, bos_id=bos_id)
 
     @classmethod
+    def from_path(cls, source: Path | None) -> Tokenizer:
+        """From a GGUF file or a Hugging Face directory; `absent` for None."""
+        if source is None:
+            return cls.absent()
+        return cls.from_gguf(source) if source.suffix == ".gguf" else cls.from_dir(source)
+
+    @classmethod
     def from_dir(cls, directory: str | os.PathLike[str]) -> Tokenizer:
         """From a Hugging Face directory; `absent` when it holds no tokenizer files.
 

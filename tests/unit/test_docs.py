@@ -70,10 +70,10 @@ def commands() -> list[list[str]]:
 def check_command(words: list[str]) -> argparse.Namespace:
     """Parses a documented command without running it; raises ConfigError for an unknown option."""
     from slipstream.benchmark import accept, decode
-    from slipstream.cli import chat, generate, train
+    from slipstream.cli import chat, generate, serve, train
     from slipstream.cli.options import Parser
 
-    parsers = {"generate": generate.parser(), "chat": chat.parser()}
+    parsers = {"generate": generate.parser(), "chat": chat.parser(), "serve": serve.parser()}
     if words[0] == "bench":
         bench = Parser(prog=f"slipstream bench {words[1]}")
         {"decode": decode, "accept": accept}[words[1]].add_arguments(bench)

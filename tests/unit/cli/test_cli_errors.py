@@ -83,7 +83,7 @@ def test_a_bug_keeps_its_traceback(engine):
         main(["generate", "hi"])
 
 
-@pytest.mark.parametrize("argv", [["serve", "--port", "1"], ["bench", "serve", "-x"]])
+@pytest.mark.parametrize("argv", [["bench", "serve", "-x"]])
 def test_what_is_not_built_says_so_by_name(argv, capsys):
     assert main(argv) == 2
     err = capsys.readouterr().err
@@ -138,9 +138,9 @@ def test_stdin_without_end(engine, monkeypatch, capsys):
 def test_help_names_every_command_and_exits_0(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in COMMANDS) and "not built yet" in text
+    assert all(name in text for name in COMMANDS) and "not built yet" not in text
     assert main(["--version"]) == 0
-    for command in ("generate", "chat"):
+    for command in ("generate", "chat", "serve"):
         with pytest.raises(SystemExit) as end:
             main([command, "--help"])
         assert end.value.code == 0

@@ -1,0 +1,154 @@
+"""The text side of a request: checks before it runs, its tokens to text while it runs.
+
+The same code wherever the engine is: `LLM` has it in its own process, the server in another one. An `Answer` reads the
+engine's events and says what the engine must be told: tokens that were returned, or a cut at a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from slipstream.errors import InvalidRequestError
+from slipstream.outputs import CompletionOutput, RequestOutput, StreamChunk
+from slipstream.text import TextStream, Tokenizer
+from slipstream.types import Request, SamplingParams, TokenEvent
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What an engine can take. num_drafts: drafts per round it makes. eos_ids: ids that end a sequence."""
+
+    vocab_size: int
+    max_model_len: int
+    max_stop_ids: int
+    num_drafts: int
+    eos_ids: tuple[int, ...]
+
+    def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        """Every id that ends the request on the device."""
+        ends = () if params.ignore_eos else self.eos_ids
+        return tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
+
+
+class Prepared(NamedTuple):
+    """A request that passed every check. text: None for a token-id prompt."""
+
+    text: str | None
+    ids: tuple[int, ...]
+    params: SamplingParams
+
+
+class Receipt(NamedTuple):
+    """For the engine: the first `upto` output tokens are returned to the user; cut: and it ends there."""
+
+    child: int
+    upto: int
+    cut: bool
+
+
+def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """SamplingParams with the model's generation_config, where it names a temperature, top_k, top_p or min_p."""
+    if generation_config.get("do_sample") is False:
+        return SamplingParams()
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return SamplingParams(**{k: generation_config[k] for k in names if generation_config.get(k) is not None})
+
+
+def prepare(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, limits: Limits) -> Prepared:
+    """Text to ids, and every check that can refuse the request. Raises InvalidRequestError with value and limit."""
+    text = prompt if isinstance(prompt, str) else None
+    ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+    vocab, context = limits.vocab_size, limits.max_model_len
+    for i in ids:
+        if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < vocab:
+            raise InvalidRequestError(f"prompt token id {i!r} must be a whole number from 0 to {vocab - 1}")
+    for i in params.stop_token_ids:
+        if i >= vocab:
+            raise InvalidRequestError(f"stop token id {i} must be below the vocabulary size {vocab}")
+    if not ids:
+        raise InvalidRequestError("the prompt is empty; it needs at least one token")
+    if len(ids) >= context:
+        raise InvalidRequestError(f"the prompt has {len(ids)} tokens; the limit is {context - 1} (context {context})")
+    if params.max_tokens is not None and len(ids) + params.max_tokens > context:
+        raise InvalidRequestError(
+            f"max_tokens={params.max_tokens} and a prompt of {len(ids)} tokens exceed the context of {context}; "
+            f"at most {context - len(ids)} fit"
+        )
+    if params.min_tokens > context - len(ids):
+        raise InvalidRequestError(f"min_tokens={params.min_tokens} is above the {context - len(ids)} tokens that fit")
+    stops, most = len(limits.stop_ids(params)), limits.max_stop_ids
+    if stops > most:
+        raise InvalidRequestError(f"{stops} stop token ids; the limit is {most}")
+    drafts, engine = params.num_drafts, limits.num_drafts
+    if drafts is not None and drafts > engine:
+        why = f"the engine makes {engine} drafts per round" if engine else "the engine has no drafter"
+        raise InvalidRequestError(f"speculative={drafts}, but {why}; the limit is {engine}")
+    if params.stop and not tokenizer.present:
+        raise InvalidRequestError(f"stop={list(params.stop)!r} needs a tokenizer, and this model has none")
+    return Prepared(text, ids, params)
+
+
+@dataclass
+class Answer:
+    """A request in flight: its output so far, one text stream per child.
+
+    open: children that have not ended. needs_ack: it has stop strings, so each event gets a receipt.
+    """
+
+    output: RequestOutput
+    streams: list[TextStream]
+    needs_ack: bool
+    open: set[int] = field(default_factory=set)
+
+    @classmethod
+    def begin(cls, request_id: str, request: Prepared, tokenizer: Tokenizer, limits: Limits) -> Answer:
+        params = request.params
+        drafts = limits.num_drafts if params.num_drafts is None else params.num_drafts
+        outputs = [CompletionOutput(i) for i in range(params.n)]
+        return cls(
+            output=RequestOutput(request_id, request.text, list(request.ids), outputs, num_drafts=drafts),
+            streams=[TextStream.for_request(tokenizer, params, continues=True) for _ in outputs],
+            needs_ack=bool(params.stop),
+            open=set(range(params.n)),
+        )
+
+    def requests(self, request: Prepared, limits: Limits, key: int) -> list[Request]:
+        """One per child, as the engine takes them. key: their noise key, see `sampling.rng.request_key`."""
+        params, context = request.params, limits.max_model_len
+        max_len = context if params.max_tokens is None else len(request.ids) + params.max_tokens
+        return [
+            Request(
+                request_id=self.output.request_id, prompt_token_ids=request.ids, params=params, child=child, key=key,
+                stop_ids=limits.stop_ids(params), max_len=max_len, needs_ack=self.needs_ack,
+                num_drafts=params.num_drafts,
+            )
+            for child in range(params.n)
+        ]  # fmt: skip
+
+    def take(self, event: TokenEvent) -> tuple[StreamChunk, Receipt | None]:
+        """Tokens of an open child to text. The last chunk of the last child carries the output."""
+        out, stream = self.output.outputs[event.child], self.streams[event.child]
+        before = len(out.token_ids)
+        tokens, reason, receipt = list(event.tokens), event.finish_reason, None
+        delta = stream.push(tokens, stop_token=reason == "stop")
+        text = delta.text
+        if delta.cut is not None:
+            tokens = tokens[: delta.cut - before]
+            reason = "stop"
+            receipt = Receipt(event.child, delta.cut, cut=True)
+        elif self.needs_ack:
+            receipt = Receipt(event.child, before + len(tokens), cut=False)
+        if event.drafted is not None and tokens:
+            self.output.spec.add_round(event.drafted, min(event.accepted, len(tokens)), len(tokens))
+        out.token_ids += tokens
+        if reason is not None:
+            text += stream.finish()
+            out.finish_reason, out.error = reason, event.error
+            self.open.discard(event.child)
+        out.text += text
+        output = None if self.open else self.output
+        return StreamChunk(text, tokens, min(event.accepted, len(tokens)), event.child, reason, output), receipt

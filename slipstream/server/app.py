@@ -1,0 +1,230 @@
+"""The routes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from slipstream import __version__
+from slipstream.answers import Prepared, Prompt
+from slipstream.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    RequestFailedError,
+    SlipstreamError,
+    UnsupportedError,
+)
+from slipstream.server.engine_client import EngineClient, QueueFullError
+from slipstream.server.guard import BodyTooLargeError, Guard
+from slipstream.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    TokenizeBody,
+    read_body,
+    sampling,
+)
+from slipstream.server.replies import Shape, as_json, error_body
+from slipstream.server.streams import ClientLeftError, EventStream, finish
+from slipstream.types import SamplingParams
+
+COMPLETION_TOKENS = 16
+"""max_tokens of /v1/completions when it is not given; a chat answer may fill the context."""
+
+
+class Server:
+    """State of the routes. draining: SIGTERM has come; what runs is finished, nothing new is taken."""
+
+    def __init__(self, engine: EngineClient, *, name: str, watchdog: float) -> None:
+        self.engine = engine
+        self.name = name
+        self.watchdog = watchdog
+        self.draining = False
+        self.started = int(time.time())
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        body = read_body(await request.body(), CompletionBody)
+        limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+        return await self._answer(request, body, body.prompts(), limit)
+
+    async def chat(self, request: Request) -> Response:
+        body = read_body(await request.body(), ChatBody)
+        prompt = await asyncio.to_thread(self._conversation, body.messages, body.add_generation_prompt)
+        return await self._answer(request, body, [prompt], body.limit)
+
+    async def _answer(
+        self, request: Request, body: CompletionBody | ChatBody, prompts: Sequence[Prompt], limit: int | None
+    ) -> Response:
+        self._check_model(body.model)
+        if self.draining:
+            raise HTTPException(503, "the server is shutting down")
+        params = sampling(body, self.engine.defaults, limit)
+        prepared = await asyncio.to_thread(self._prepare, prompts, params)
+        chat = isinstance(body, ChatBody)
+        head = {
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.state.request_id[4:]}",
+            "created": int(time.time()),
+            "model": self.name,
+        }
+        shape = Shape(chat=chat, head=head, token_ids=body.return_token_ids)
+        flight = self.engine.submit(prepared)
+        if body.stream:
+            usage = body.stream_options is not None and body.stream_options.include_usage
+            return EventStream(flight, shape, include_usage=usage)
+        outputs = await finish(flight, request.receive)
+        if any(out.finish_reason == "error" for output in outputs for out in output.outputs):
+            return _json(error_body("an answer failed; others are not affected", "server_error"), 500)
+        return _json(shape.whole(outputs))
+
+    def _prepare(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Prepared]:
+        return [self.engine.prepare(prompt, params) for prompt in prompts]
+
+    def _conversation(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+        return self.engine.tokenizer.apply_chat_template(
+            [m.plain() for m in messages], add_generation_prompt=add_generation_prompt, tokenize=True
+        )
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise HTTPException(404, f"the model {name[:100]!r} is not served here; {self.name!r} is")
+
+    # -- text --------------------------------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        body = read_body(await request.body(), TokenizeBody)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("give prompt or messages, one of the two")
+        if body.messages is not None:
+            ids = await asyncio.to_thread(self._conversation, body.messages, body.add_generation_prompt)
+        else:
+            assert body.prompt is not None
+            encode = self.engine.tokenizer.encode
+            ids = await asyncio.to_thread(encode, body.prompt, add_special_tokens=body.add_special_tokens)
+        return _json({"tokens": ids, "count": len(ids), "max_model_len": self.engine.ready.limits.max_model_len})
+
+    async def detokenize(self, request: Request) -> Response:
+        body = read_body(await request.body(), DetokenizeBody)
+        self._check_model(body.model)
+        vocab = self.engine.ready.limits.vocab_size
+        for i in body.tokens:
+            if not 0 <= i < vocab:
+                raise InvalidRequestError(f"tokens: id {i} must be a whole number from 0 to {vocab - 1}")
+        decode = self.engine.tokenizer.decode
+        return _json({"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)})
+
+    # -- about the server --------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        model = {
+            "id": self.name, "object": "model", "created": self.started, "owned_by": "slipstream",
+            "max_model_len": self.engine.ready.limits.max_model_len,
+        }  # fmt: skip
+        return _json({"object": "list", "data": [model]})
+
+    async def health(self, request: Request) -> Response:
+        """200 while the engine makes progress or has nothing to do."""
+        for bad, status in (
+            (self.engine.dead is not None, "dead"),
+            (self.draining, "draining"),
+            (self.engine.stalled(self.watchdog), "stalled"),
+        ):
+            if bad:
+                return _json({"status": status}, 503)
+        return _json({"status": "ok"})
+
+    async def metrics(self, request: Request) -> Response:
+        try:
+            engine = await self.engine.stats()
+        except (EngineDeadError, TimeoutError):
+            engine = None
+        page = self.engine.telemetry.exposition(engine)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": __version__})
+
+    async def server_info(self, request: Request) -> Response:
+        """The resolved configuration and the state of the engine, its pools checked."""
+        try:
+            state = await self.engine.stats(check=True)
+        except TimeoutError:
+            raise HTTPException(503, "the engine did not answer in time") from None
+        ready = self.engine.ready
+        return _json({
+            "version": __version__, "model": self.name, "resolved": ready.resolved, "notes": ready.notes,
+            "max_queue": self.engine.max_queue, "watchdog_seconds": self.watchdog,
+            "engine_pid": self.engine.process.pid, "engine": state,
+        })  # fmt: skip
+
+
+def build_app(server: Server, keys: Sequence[str]) -> Any:
+    """The ASGI application."""
+    app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
+    for path, method, route in (
+        ("/v1/completions", "POST", server.completions),
+        ("/v1/chat/completions", "POST", server.chat),
+        ("/v1/models", "GET", server.models),
+        ("/tokenize", "POST", server.tokenize),
+        ("/detokenize", "POST", server.detokenize),
+        ("/health", "GET", server.health),
+        ("/metrics", "GET", server.metrics),
+        ("/version", "GET", server.version),
+        ("/server_info", "GET", server.server_info),
+    ):
+        app.add_api_route(path, route, methods=[method], response_model=None)
+    app.add_exception_handler(SlipstreamError, _slipstream_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(BodyTooLargeError, _too_large)
+    app.add_exception_handler(ClientLeftError, _client_left)
+    app.add_exception_handler(Exception, _internal)
+    return Guard(app, keys)
+
+
+def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(as_json(value), status, headers, "application/json")
+
+
+async def _slipstream_error(request: Request, error: Exception) -> Response:
+    text = str(error)
+    if isinstance(error, QueueFullError):
+        body = error_body(text, "rate_limit_error", code="queue_full")
+        return _json(body, 429, {"retry-after": str(error.retry_after)})
+    if isinstance(error, EngineDeadError):
+        return _json(error_body("the engine stopped", "server_error", code="dead"), 503)
+    if isinstance(error, (InvalidRequestError, UnsupportedError, RequestFailedError)):
+        field = re.match(r"(?:unknown field ')?([a-z_]+)", text)
+        return _json(error_body(text, "invalid_request_error", param=field[1] if field else None), 400)
+    raise error
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    headers = dict(error.headers or {})
+    if error.status_code == 503:
+        headers["retry-after"] = "1"
+    return _json(error_body(str(error.detail), kind), error.status_code, headers)
+
+
+async def _too_large(request: Request, error: Exception) -> Response:
+    return _json(error_body("the body is too large", "invalid_request_error"), 413, {"connection": "close"})
+
+
+async def _client_left(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _internal(request: Request, error: Exception) -> Response:
+    """The traceback goes to the log; the client gets the request id to ask for it."""
+    return _json(error_body(f"internal error in {request.state.request_id}", "server_error"), 500)

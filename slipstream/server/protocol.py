@@ -1,0 +1,190 @@
+"""Request bodies: known fields with their types and caps; whatever else a body holds is refused by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from slipstream.errors import InvalidRequestError, UnsupportedError
+from slipstream.types import SamplingParams
+
+MAX_PROMPTS = 128
+MAX_MESSAGES = 1024
+MAX_PARTS = 256
+MAX_STOP_CHARS = 256
+MAX_IDS = 1 << 20
+
+NOT_BUILT: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,), "cache_salt": (), "chat_template": (),
+    "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,), "frequency_penalty": (0,),
+    "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_decoding": (), "guided_grammar": (),
+    "guided_json": (), "guided_regex": (), "logit_bias": ({},), "logits_processors": ([],), "logprobs": (False,),
+    "modalities": (["text"],), "prediction": (), "presence_penalty": (0,), "priority": (0,), "prompt_embeds": (),
+    "prompt_logprobs": (), "reasoning_effort": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"), "store": (False,), "structured_outputs": (), "suffix": ("",),
+    "tool_choice": ("none",), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (),
+    "web_search_options": (),
+}  # fmt: skip
+"""Fields that other servers have: refused by name unless they say what is done anyway, one of these or null."""
+
+Text = str
+Ids = list[int]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+
+
+class _Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both routes; ranges are those of `SamplingParams`. user is accepted and has no effect."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    n: int = 1
+    stop: str | Annotated[list[Annotated[str, Meta(max_length=MAX_STOP_CHARS)]], Meta(max_length=16)] = []
+    stop_token_ids: Annotated[list[int], Meta(max_length=1024)] = []
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    speculative: int | str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+    user: str | None = None
+
+
+class CompletionBody(_Sampling):
+    """prompt: text, token ids, or a list of either."""
+
+    prompt: str | Annotated[list[str | int | Annotated[list[int], Meta(max_length=MAX_IDS)]], Meta(max_length=MAX_IDS)]
+
+    def prompts(self) -> list[str | list[int]]:
+        """Raises InvalidRequestError for an empty list, a mixed one, or too many prompts."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        if given and all(isinstance(p, int) for p in given):
+            return [[p for p in given if isinstance(p, int)]]
+        prompts = [p for p in given if not isinstance(p, int)]
+        if not prompts or len(prompts) != len(given):
+            raise InvalidRequestError("prompt must be text, token ids, or a non-empty list of either")
+        if len(prompts) > MAX_PROMPTS:
+            raise InvalidRequestError(f"prompt has {len(prompts)} entries; the limit is {MAX_PROMPTS}")
+        return prompts
+
+
+class TextPart(Struct, forbid_unknown_fields=True):
+    text: str
+    type: str = "text"
+
+
+class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
+    name: Annotated[str, Meta(max_length=256)] | None = None
+
+    def plain(self) -> dict[str, str]:
+        """For the template: parts joined."""
+        if isinstance(self.content, str):
+            text = self.content
+        else:
+            for part in self.content:
+                if part.type != "text":
+                    raise UnsupportedError(
+                        f"messages content of type {part.type[:40]!r} is not supported; only text is"
+                    )
+            text = "".join(part.text for part in self.content)
+        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
+
+
+Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
+
+
+class ChatBody(_Sampling):
+    messages: Messages
+    max_completion_tokens: int | None = None
+    add_generation_prompt: bool = True
+
+    @property
+    def limit(self) -> int | None:
+        """max_completion_tokens, or its older name."""
+        new, old = self.max_completion_tokens, self.max_tokens
+        if new is not None and old is not None and new != old:
+            raise InvalidRequestError(f"max_completion_tokens={new} and max_tokens={old} differ; leave one out")
+        return old if new is None else new
+
+
+class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """prompt, or messages for the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    model: str | None = None
+    tokens: Annotated[list[int], Meta(max_length=MAX_IDS)]
+
+
+Body = TypeVar("Body", bound=Struct)
+
+
+def read_body(data: bytes, kind: type[Body]) -> Body:
+    """Raises InvalidRequestError or UnsupportedError that names the field."""
+    try:
+        values = msgspec.json.decode(data)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise InvalidRequestError(f"the body is not valid JSON: {why}") from None
+    if not isinstance(values, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, not {type(values).__name__}")
+    known = {f.name for f in msgspec.structs.fields(kind)}
+    given = {}
+    for name, value in values.items():
+        if value is None:
+            continue
+        if name in known:
+            given[name] = value
+        elif name not in NOT_BUILT:
+            raise InvalidRequestError(f"unknown field {name[:64]!r}")
+        elif not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in NOT_BUILT[name]):
+            raise UnsupportedError(f"{name} is not supported by this version; leave it out")
+    try:
+        return msgspec.convert(given, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        raise InvalidRequestError(_readable(str(error))) from None
+
+
+def _readable(error: str) -> str:
+    """msgspec's "Expected `int`, got `str` - at `$.n`" with the field first."""
+    match = re.fullmatch(r"(.*) - at `\$\.?(.*)`", error, re.S)
+    return f"{match[2]}: {match[1]}" if match and match[2] else error
+
+
+def sampling(body: _Sampling, defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:
+    """Fields that the body leaves out are `defaults`', the model's own. Raises InvalidRequestError."""
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequestError("stream_options needs stream=true")
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative")
+    chosen: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    if any(len(s) > MAX_STOP_CHARS for s in stop):
+        raise InvalidRequestError(f"stop has a string of more than {MAX_STOP_CHARS} characters")
+    return replace(
+        defaults, n=body.n, stop=tuple(stop), stop_token_ids=tuple(body.stop_token_ids), max_tokens=max_tokens,
+        min_tokens=body.min_tokens, ignore_eos=body.ignore_eos, skip_special_tokens=body.skip_special_tokens,
+        include_stop_str_in_output=body.include_stop_str_in_output, **chosen,
+    )  # fmt: skip

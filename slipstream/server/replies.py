@@ -1,0 +1,91 @@
+"""Shapes of what the server answers: choices, chunks, usage, errors. Plain dictionaries in, JSON out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from slipstream.outputs import RequestOutput, StreamChunk
+from slipstream.types import Round, SpecStats
+
+MAX_ERROR_CHARS = 500
+
+
+def as_json(value: Any) -> bytes:
+    """ASCII only, so that it can carry whatever characters a client sent; never NaN."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message[:MAX_ERROR_CHARS], "type": kind, "param": param, "code": code}}
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens, and under "speculative" the draft statistics over all choices, see `SpecStats`."""
+    counts: Counter[Round] = Counter()
+    for output in outputs:
+        counts.update(output.spec.counts)
+    spec = SpecStats(counts)
+    prompt = sum(len(o.prompt_token_ids) for o in outputs)
+    completion = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": spec.accepted,
+            "rejected_prediction_tokens": spec.drafted - spec.accepted,
+        },
+        "speculative": spec.as_dict(),
+    }
+
+
+class Shape:
+    """How one route writes its choices. chat: messages and deltas, else text."""
+
+    def __init__(self, *, chat: bool, head: dict[str, Any], token_ids: bool) -> None:
+        self.chat = chat
+        self._head = {**head, "object": "chat.completion" if chat else "text_completion"}
+        self._chunk_head = {**head, "object": "chat.completion.chunk" if chat else "text_completion"}
+        self._token_ids = token_ids
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for output in outputs:
+            for out in output.outputs:
+                choice: dict[str, Any] = {"index": len(choices), "logprobs": None, "finish_reason": out.finish_reason}
+                if self.chat:
+                    choice["message"] = {"role": "assistant", "content": out.text, "refusal": None}
+                else:
+                    choice["text"] = out.text
+                if self._token_ids:
+                    choice["token_ids"] = out.token_ids
+                    choice["prompt_token_ids"] = output.prompt_token_ids
+                choices.append(choice)
+        return {**self._head, "choices": choices, "usage": usage(outputs)}
+
+    def role(self, index: int) -> dict[str, Any]:
+        """The first chunk of a chat choice."""
+        return self._one({"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+
+    def piece(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
+        """None for a chunk that shows nothing (its text is still held back)."""
+        if not chunk.text and chunk.finish_reason is None and not self._token_ids:
+            return None
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": chunk.finish_reason}
+        if self.chat:
+            choice["delta"] = {"content": chunk.text} if chunk.text else {}
+        else:
+            choice["text"] = chunk.text
+        if self._token_ids:
+            choice["token_ids"] = chunk.token_ids
+        return self._one(choice)
+
+    def last(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The chunk of stream_options.include_usage."""
+        return {**self._chunk_head, "choices": [], "usage": usage(outputs)}
+
+    def _one(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return {**self._chunk_head, "choices": [choice]}

@@ -1,0 +1,104 @@
+"""Answers that watch their client: when it leaves, what runs for it is aborted at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+from starlette.responses import Response
+
+from slipstream.errors import EngineDeadError, SlipstreamError
+from slipstream.outputs import RequestOutput
+from slipstream.server.engine_client import Flight
+from slipstream.server.replies import Shape, as_json, error_body
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientLeftError(Exception):
+    """Nobody reads the answer any more."""
+
+
+async def unless_left(receive: Any, work: Coroutine[Any, Any, None]) -> None:
+    """Await `work`; cancel it and raise ClientLeftError when the client disconnects first."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeftError
+        working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def finish(flight: Flight, receive: Any) -> list[RequestOutput]:
+    """Run a flight to its end. Raises ClientLeftError, EngineDeadError."""
+
+    async def drain() -> None:
+        async for _ in flight:
+            pass
+
+    try:
+        await unless_left(receive, drain())
+    finally:
+        flight.close()
+    return flight.outputs
+
+
+class EventStream(Response):
+    """Server-sent events of a flight, ended by [DONE]; an engine that dies becomes an error event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, flight: Flight, shape: Shape, *, include_usage: bool) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._flight, self._shape, self._usage = flight, shape, include_usage
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await unless_left(receive, self._write(send))
+        except ClientLeftError:
+            pass
+        finally:
+            self._flight.close()
+
+    async def _write(self, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for data in self._events():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        choices = sum(p.params.n for p in self._flight.prompts)
+        if self._shape.chat:
+            for index in range(choices):
+                yield _event(self._shape.role(index))
+        try:
+            async for index, chunk in self._flight:
+                if chunk.finish_reason == "error":
+                    yield _event(error_body("this answer failed; others are not affected", "server_error"))
+                piece = self._shape.piece(index, chunk)
+                if piece is not None:
+                    yield _event(piece)
+        except EngineDeadError:
+            yield _event(error_body("the engine stopped; the answer is not complete", "server_error", code="dead"))
+            return
+        except SlipstreamError as error:  # the engine did not take it
+            yield _event(error_body(str(error), "invalid_request_error"))
+            return
+        if self._usage:
+            yield _event(self._shape.last(self._flight.outputs))
+        yield DONE
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return b"data: " + as_json(value) + b"\n\n"

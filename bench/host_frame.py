@@ -31,7 +31,7 @@ PROMPT, CONTEXT = 128, 4096
 
 
 class StubFrame:
-    """Answers with records of the right shape and nothing else; `ns` is the time it took to make them."""
+    """Frame and graphs: answers with records of the right shape and nothing else; `ns` is the time that took."""
 
     clears_pages, drafter = False, None
 
@@ -40,9 +40,10 @@ class StubFrame:
         self.kv, self.model = SimpleNamespace(page_size=32), SimpleNamespace(dtype=torch.bfloat16)
         self.ns = 0
 
-    def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:
+    def run(self, plan: FramePlan) -> Tensor:
         began = perf_counter_ns()
-        record_BC = self._record(slot_B, plan.width)
+        with torch.inference_mode():
+            record_BC = self._record(self.state.decode_B[: len(plan.decode)], plan.width)
         self.ns += perf_counter_ns() - began
         return record_BC
 
@@ -73,7 +74,7 @@ def build(batch: int, drafts: int, run_ahead: int) -> tuple[EngineCore, StubFram
         device=torch.device("cpu"),
     )  # fmt: skip
     frame = StubFrame(state)
-    engine = EngineCore(config, Device(frame, run_ahead=run_ahead))  # type: ignore[arg-type]
+    engine = EngineCore(config, Device(frame, run_ahead=run_ahead, graphs=frame))  # type: ignore[arg-type]
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     for i in range(batch):
         prompt = tuple(range(i, i + PROMPT))

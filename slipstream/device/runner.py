@@ -42,6 +42,8 @@ class Device:
         self.graphs = graphs
         self.exact = IeeeProducts(wanted=frame.model.dtype == torch.float32)
         state = frame.state
+        # Tensors that were made in inference mode can only be written in it.
+        self.bare = graphs is not None and not state.arena.is_inference()
         self.control = ControlWriter(state.offset, state.shapes, num_drafts=state.num_drafts)
         depth = run_ahead + 1
         self.up = UploadRing(state.arena, slots=depth, capacity=state.arena.numel())
@@ -53,8 +55,12 @@ class Device:
 
     def launch(self, plan: FramePlan) -> None:
         began = time.perf_counter()
-        with torch.inference_mode(), self.exact:
+        if self.bare and not (plan.prefill or plan.admits):
+            # A replay and copies: nothing here depends on these modes, and entering them costs more than both.
             self._launch(plan)
+        else:
+            with torch.inference_mode(), self.exact:
+                self._launch(plan)
         if self.frame.state.device.type == "cpu":
             seconds = time.perf_counter() - began
             self.device_seconds += seconds

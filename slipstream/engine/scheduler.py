@@ -22,7 +22,7 @@ from slipstream.types import Admit, Drop, FramePlan, PageAppend, PrefillSpan, Re
 
 WAITING_RUN_AHEAD = 2
 """Run-ahead while requests wait: one launch runs, one is queued behind it, so the device still has no gap."""
-STOCK_PAGES = 8
+STOCK_PAGES = 4
 """Pages that a slot gets ahead of need while there is plenty: page tables are then rarely written."""
 
 
@@ -84,9 +84,9 @@ class Scheduler:
         self._first_page: tuple[int, ...] = ()
         # No slot needs more for its next two frames: its pages cover at least its length, with what is queued.
         self._most_pages = pages_for(2 * (max(config.num_drafts, config.lookahead) + 1), config.page_size)
-        # Pages that stocks leave alone: none where there are enough for every slot at its longest.
+        # Room that stocks leave alone: none where there are enough pages for every slot at its longest.
         enough = config.num_pages >= config.max_slots * config.pages_per_slot
-        self._kept_free = 0 if enough else config.num_pages // 2
+        self._kept = 0 if enough else config.num_pages // 2
         self.adaptive = Adaptive.of(config) if config.adaptive else None
 
     def add(self, request: Request) -> None:
@@ -135,7 +135,8 @@ class Scheduler:
         """Launch `collected` is in: release what waited for it, queue preempted sequences again."""
         self.ledger.collected = collected
         self.ledger.settle()
-        for seq in [s for s in self.running.values() if s.state is State.LEAVING]:
+        leaving = State.LEAVING
+        for seq in [s for s in self.running.values() if s.state is leaving]:
             self._let_go(seq)
 
     def check(self) -> None:
@@ -262,8 +263,8 @@ class Scheduler:
     def _append(self, decoding: list[Sequence], width: int) -> list[PageAppend]:
         """Pages for the slots that are short; from plenty for many frames, and to all that would be short soon."""
         ledger, stock = self.ledger, STOCK_PAGES * self.config.page_size
-        left = ledger.pool.num_free - len(decoding) * (STOCK_PAGES + self._most_pages)
-        if left < self._kept_free or (self.waiting and ledger.free_slots):  # the head of the queue waits for pages
+        left = ledger.room - len(decoding) * (STOCK_PAGES + self._most_pages)
+        if left < self._kept or (self.waiting and ledger.free_slots):  # the head of the queue waits for pages
             stock = 0
         low = [(s, rows) for s in decoding if s.cover(rows := min(width, s.most_rows)) + stock // 2 > s.covered]
         grown = ledger.grow([s for s, _ in low], [rows for _, rows in low], stock)

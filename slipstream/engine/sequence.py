@@ -101,7 +101,7 @@ class Sequence:
 
     def launched(self, launch: int, rows: int) -> None:
         """A decode frame that gives it at most `rows` rows is queued."""
-        tokens = min(rows, self.most_tokens)
+        tokens = rows if rows < self.most_tokens else self.most_tokens
         self.queued.append((launch, tokens))
         self.ahead += tokens
         self.last_launch = launch

@@ -347,7 +347,13 @@ def test_snapshot() -> None:
 @pytest.mark.parametrize(("num_pages", "stocked"), [(4 * 31, True), (40, False)])
 def test_slots_are_stocked_together_while_pages_are_plenty(num_pages: int, stocked: bool) -> None:
     """Prompts of different lengths come to the end of a page in different frames; few launches carry pages."""
-    engine, device = make(num_drafts=0, max_model_len=120, num_pages=num_pages, prefix_cache=False)
+    engine, device = make(num_drafts=0, max_model_len=120, num_pages=num_pages)
+    if stocked:  # pages of the prefix cache are room as well
+        for i in range(5):
+            engine.add(ask(f"before{i}", prompt=(50 + i,), max_len=118))
+            run(engine)
+        assert engine.scheduler.ledger.pool.num_free < 8, "the cache holds nearly all"
+        device.plans[:] = [p._replace(pages=()) for p in device.plans]
     for i in range(4):
         engine.add(ask(f"r{i}", prompt=tuple(range(3 + i)), max_len=35))
     events = run(engine)
@@ -356,7 +362,7 @@ def test_slots_are_stocked_together_while_pages_are_plenty(num_pages: int, stock
         assert text(events, f"r{i}") == expected(request, VOCAB)[0]
     appends = [[len(p.pages) for p in plan.pages] for plan in device.plans if plan.pages]
     if stocked:
-        assert len(appends) <= 2 and max(appends[0]) == 8 == STOCK_PAGES
+        assert len(appends) <= 3 and max(appends[0]) > STOCK_PAGES, appends
     else:
         assert len(appends) > 15 and all(n == 1 for plan in appends for n in plan), "page by page"
     engine.check_idle()

@@ -101,7 +101,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     )  # fmt: skip
     real = torch.float64 if model.dtype == torch.float64 else torch.float32
     kv = _pages(model, engine, device)
-    workspace = _workspace(device)
+    workspace = _workspace(device, engine, shape, kv_models)
     drafter = _drafter(config, engine, draft_loaded, head, shape, device, real, workspace) if num_drafts else None
     state = SlotState(
         max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
@@ -252,13 +252,19 @@ def _catch_up(drafter: Drafter | None, state: SlotState, engine: EngineConfig, m
     )  # fmt: skip
 
 
-def _workspace(device: torch.device) -> Workspace | None:
+def _workspace(
+    device: torch.device, engine: EngineConfig, shape: TreeShape | None, models: list[Any]
+) -> Workspace | None:
     """On a GPU: the kernels' scratch. The target's and the drafter's passes share it: they are on one stream."""
     if device.type != "cuda":
         return None
     from slipstream.kernels.workspace import Workspace
 
-    return Workspace(device)
+    return Workspace.for_frames(
+        device, slots=max(engine.max_slots, *engine.slot_buckets, 1),
+        rows=max(engine.num_drafts + 1, 0 if shape is None else shape.topk),
+        shapes=[(m.config.num_heads, m.config.num_kv_heads, m.config.head_dim) for m in models],
+    )  # fmt: skip
 
 
 def _fused(model: Any, kv: KVPages, workspace: Workspace | None) -> Any:

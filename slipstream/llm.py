@@ -45,9 +45,10 @@ class LLM:
 
     model: a directory, a GGUF file, a hub id, or None for the default model. draft: None, "ngram",
     "suffix" or the path of a draft (recognised by its config); num_drafts: drafts per frame and slot (default 3).
-    device: "auto", "cpu" or "cuda"; dtype: "auto", "float32", "float64" or "bfloat16"; run_ahead: frames the host may
-    queue before it reads a result; adaptive: draft only as much as pays (`stats()["drafts"]` shows how much). Unknown
-    options are errors. Everything is decided before anything is built: see `resolved`.
+    draft_tree: dict(topk=, levels=, total=), a tree of drafts instead of a chain, for EAGLE-3. device: "auto", "cpu" or
+    "cuda"; dtype: "auto", "float32", "float64" or "bfloat16"; run_ahead: frames the host may queue before it reads a
+    result; adaptive: draft only as much as pays (`stats()["drafts"]` shows how much). Unknown options are errors.
+    Everything is decided before anything is built: see `resolved`.
 
     Raises ConfigError for options that cannot work, ModelLoadError for models that cannot be loaded.
     Several threads may call at once: they take turns with the engine, and their requests share its frames.

@@ -10,6 +10,12 @@ from slipstream.kernels.tuning import attention_config
 OP = "slipstream::"
 
 
+def partial_floats(rows: int, heads: int, dim: int, splits: int) -> int:
+    """Scratch of a launch that splits the keys: a sum, a maximum and a total for each row, query head and split."""
+    padded = 1 << (dim - 1).bit_length()
+    return rows * heads * splits * (padded + 2)
+
+
 @torch.library.custom_op(OP + "paged_attention", mutates_args=("partial", "counters"))
 def paged_attention(
     q_RND: Tensor,
@@ -75,7 +81,7 @@ def _(
     rows, heads, dim = q_RND.shape
     c = attention_config(rows, dim, per_slot)
     if c.splits > 1:
-        need, tiles = rows * heads * c.splits * (dim + 2), rows * k_PSKD.shape[2]
+        need, tiles = partial_floats(rows, heads, dim, c.splits), rows * k_PSKD.shape[2]
         assert need <= partial.numel() and tiles <= counters.numel(), "the workspace is too small"
     out_RND = torch.empty_like(q_RND, memory_format=torch.contiguous_format)
     attention.launch_paged_attention(

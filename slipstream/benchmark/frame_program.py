@@ -159,7 +159,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     if isinstance(drafter, Eagle3Drafter):
         kernels = (*kernels, *EAGLE_KERNELS)
     if tree is not None:
-        kernels = (*kernels, *TREE_KERNELS)
+        kernels = (*kernels, *TREE_KERNELS, *(() if sampled else ("slipstream::walk_trees",)))
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
 
 

@@ -16,7 +16,7 @@ from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, spa
 from slipstream.attention.protocol import AttentionContext, TreeSight
 from slipstream.device.catch_up import CatchUp
 from slipstream.device.state import SlotState
-from slipstream.device.tree import compact, judge, path_rows, place_rows, plant
+from slipstream.device.tree import compact, judge, judge_greedy, path_rows, place_rows, plant
 from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView, TargetRows
 from slipstream.draft.tree import TreeShape
 from slipstream.kernels import frame as ops
@@ -276,12 +276,15 @@ class Frame:
     ) -> Tensor:
         """As `_finish`, of a decode frame whose drafts are trees."""
         state, slot_B = self.state, rows.slot_B
-        params = state.params(slot_B)
-        if plan.sampled or plan.min_tokens:
-            logits_RV = self._process(plan, state.params(rows.slot_R), logits_RV, rows.slot_R, rows.pos_R)
-        elif self.kernels and target_R is None:
-            target_R = argmax_rows(logits_RV)
-        verdict = judge(state, plan, shape, rows, logits_RV, target_R, params, self.synthetic)
+        sampled, params = plan.sampled or plan.min_tokens, None
+        if self.kernels and not sampled and self.synthetic is None:
+            target_R = argmax_rows(logits_RV) if target_R is None else target_R
+            verdict = judge_greedy(state, shape, rows, target_R)
+        else:
+            params = state.params(slot_B)
+            if sampled:
+                logits_RV = self._process(plan, state.params(rows.slot_R), logits_RV, rows.slot_R, rows.pos_R)
+            verdict = judge(state, plan, shape, rows, logits_RV, target_R, params, self.synthetic)
         compact(self.kv, state, slot_B, verdict, kernels=self.kernels)
         path = path_rows(state, rows, verdict)
         close = ops.close_round if self.kernels else ops.closed_round

@@ -51,6 +51,15 @@ def judge(
     )  # fmt: skip
 
 
+def judge_greedy(state: SlotState, shape: TreeShape, rows: TargetRows, target_R: Tensor) -> TreeVerdict:
+    """`judge` where every slot is greedy, in one launch. target_R: the rows' argmax."""
+    path_BK, accepted_B, tokens_BW, n_emitted_B = ops.walk_trees(
+        target_R, rows.row_of_BW, rows.rows_B, rows.slot_B, state.parent_SW, state.pending_SW,
+        min(shape.depth, rows.row_of_BW.shape[1] - 1),
+    )  # fmt: skip
+    return TreeVerdict(path_BK=path_BK, accepted_B=accepted_B, tokens_BW=tokens_BW, n_emitted_B=n_emitted_B)
+
+
 def path_rows(state: SlotState, rows: TargetRows, verdict: TreeVerdict) -> TargetRows:
     """The root and the accepted nodes as the rows of a chain: B * (depth + 1) flat rows. Call it before the commit."""
     slot_B = rows.slot_B

@@ -37,6 +37,7 @@ KERNELS: dict[str, str] = {
     "feature_rows": "slipstream.kernels.eagle",
     "tree_rows": "slipstream.kernels.tree",
     "compact_path": "slipstream.kernels.tree",
+    "walk_trees": "slipstream.kernels.tree",
     "join_norms": "slipstream.kernels.eagle",
 }
 """Op name -> module that defines it."""

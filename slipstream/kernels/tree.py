@@ -45,6 +45,46 @@ def moved_path(
     flat.index_copy_(1, cells[1], flat.index_select(1, cells[0]))
 
 
+Walked = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def walked_trees(
+    target_R: Tensor, row_of_BN: Tensor, nodes_B: Tensor, slot_B: Tensor, parent_SW: Tensor, pending_SW: Tensor,
+    depth: int,
+) -> Walked:  # fmt: skip
+    """Greedy verification of trees: path [B, depth], accepted [B], tokens [B, depth + 1], emitted [B]; int64.
+
+    From the root to the first child whose token is its parent's target, until there is none; then the last node's
+    target. The fields are those of verify.TreeVerdict. target_R: each row's argmax; nodes_B: nodes in use.
+    """
+    nodes = row_of_BN.shape[1]
+    node_N = torch.arange(nodes, device=slot_B.device)
+    parent_BN, token_BN = parent_SW[slot_B, :nodes], pending_SW[slot_B, :nodes]
+    target_BN, at_B1 = target_R[row_of_BN], torch.zeros_like(nodes_B)[:, None]
+    path, moves = [], []
+    for _ in range(depth):
+        right_BN = (token_BN == target_BN.gather(1, at_B1)) & (parent_BN == at_B1) & (node_N < nodes_B[:, None])
+        next_B1 = torch.where(right_BN, node_N, nodes).amin(1, keepdim=True)
+        moves.append(next_B1 < nodes)
+        path.append(torch.where(moves[-1], next_B1, 0))
+        at_B1 = torch.where(moves[-1], next_B1, at_B1)
+    path_BK, accepted_B = torch.cat(path, 1), torch.cat(moves, 1).sum(1)
+    emitted_B = torch.where(nodes_B > 0, accepted_B + 1, 0)
+    step_W = torch.arange(depth + 1, device=slot_B.device)
+    drafts_BW = torch.nn.functional.pad(token_BN.gather(1, path_BK), (0, 1))
+    tokens_BW = torch.where(step_W < accepted_B[:, None], drafts_BW, target_BN.gather(1, at_B1))
+    return path_BK, accepted_B, torch.where(step_W < emitted_B[:, None], tokens_BW, 0), emitted_B
+
+
+@torch.library.custom_op(OP + "walk_trees", mutates_args=())
+def walk_trees(
+    target_R: Tensor, row_of_BN: Tensor, nodes_B: Tensor, slot_B: Tensor, parent_SW: Tensor, pending_SW: Tensor,
+    depth: int,
+) -> Walked:  # fmt: skip
+    """`walked_trees` in one launch."""
+    return walked_trees(target_R, row_of_BN, nodes_B, slot_B, parent_SW, pending_SW, depth)
+
+
 @torch.library.custom_op(OP + "tree_rows", mutates_args=())
 def tree_rows(
     slot_R: Tensor, cell_R: Tensor, committed_S: Tensor, depth_SW: Tensor, seen_SW: Tensor
@@ -72,6 +112,33 @@ def _(
 @compact_path.register_fake
 def _(data: Tensor, table_SP: Tensor, slot_B: Tensor, committed_S: Tensor, path_BK: Tensor, accepted_B: Tensor) -> None:
     return None
+
+
+@walk_trees.register_fake
+def _(
+    target_R: Tensor, row_of_BN: Tensor, nodes_B: Tensor, slot_B: Tensor, parent_SW: Tensor, pending_SW: Tensor,
+    depth: int,
+) -> Walked:  # fmt: skip
+    slots = slot_B.shape[0]
+    each = [slot_B.new_empty(slots) for _ in range(2)]
+    return slot_B.new_empty(slots, depth), each[0], slot_B.new_empty(slots, depth + 1), each[1]
+
+
+@walk_trees.register_kernel("cuda")
+def _(
+    target_R: Tensor, row_of_BN: Tensor, nodes_B: Tensor, slot_B: Tensor, parent_SW: Tensor, pending_SW: Tensor,
+    depth: int,
+) -> Walked:  # fmt: skip
+    from slipstream.kernels.jit import tree
+
+    slots = slot_B.shape[0]
+    path_BK, tokens_BW = slot_B.new_empty(slots, depth), slot_B.new_empty(slots, depth + 1)
+    accepted_B, emitted_B = slot_B.new_empty(slots), slot_B.new_empty(slots)
+    tree.launch_walk_trees(
+        target_R.contiguous(), row_of_BN.contiguous(), nodes_B.contiguous(), slot_B.contiguous(), parent_SW, pending_SW,
+        path_BK, accepted_B, tokens_BW, emitted_B,
+    )  # fmt: skip
+    return path_BK, accepted_B, tokens_BW, emitted_B
 
 
 @tree_rows.register_kernel("cuda")

@@ -13,6 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.device import frame as frame_room
 from slipstream.device import tree as tree_room
 from slipstream.errors import ConfigError
+from slipstream.kernels.workspace import Workspace
 from tests.support.equality_cells import TREE, model_dirs, run_cell
 from tests.support.reference import DenseReference
 
@@ -107,6 +108,24 @@ def test_nothing_is_read_from_the_sink(
 
     cell = {**CELL, "drafter": drafter, "shapes": shapes, "sampling": "mixed", "run_ahead": 2, "prefix": "hit"}
     run_cell(cell, dirs, reference, dtype="float64", prepare=poison)
+
+
+@pytest.mark.parametrize("drafter", ["oracle-tree", "eagle3-tree"])
+@pytest.mark.parametrize("sampling", ["greedy", "mixed"])
+def test_the_frame_as_it_runs_on_a_gpu(
+    dirs: dict[str, Path], reference: DenseReference, drafter: str, sampling: str
+) -> None:
+    """The same frames out of the kernels' ops, each by its definition."""
+
+    def on_kernels(llm: LLM) -> None:
+        frame = llm._built.device.frame
+        frame.workspace, frame.kernels = Workspace("cpu", floats=8, counters=8), True
+        frame.laws = frame.state.laws()
+        if hasattr(frame.drafter, "workspace"):
+            frame.drafter.workspace = frame.workspace
+
+    cell = {**CELL, "drafter": drafter, "sampling": sampling, "shapes": "padded", "run_ahead": 2, "page_size": 1}
+    run_cell(cell, dirs, reference, dtype="float64", prepare=on_kernels)
 
 
 def test_a_mean_of_accepted_drafts_can_be_asked_for(dirs: dict[str, Path]) -> None:

@@ -17,7 +17,7 @@ from slipstream.kernels.workspace import Workspace
 from tests.support.eagle import write_eagle3
 from tests.support.kernel_cases import relative_error
 from tests.support.tiny import write_tiny_checkpoint
-from tests.support.tree_cases import random_paths, random_trees
+from tests.support.tree_cases import random_paths, random_rounds, random_trees
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -30,6 +30,14 @@ def test_tree_rows(nodes: int, rows: int) -> None:
     cell = committed[slot] + torch.randint(0, nodes, (rows,))
     case = (slot, cell, committed, depth, seen)
     for a, b in zip(ops.tree_rows(*(t.cuda() for t in case)), ops.placed_rows(*case), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("shape", [(1, 0, 16, 4, 16), (30, 34, 64, 9, 64), (5, 2, 9, 3, 5), (200, 56, 2, 1, 2)])
+def test_walk_trees(shape: tuple[int, int, int, int, int]) -> None:
+    case = random_rounds(*shape)
+    got = ops.walk_trees(*(t.cuda() for t in case[:-1]), case[-1])
+    for a, b in zip(got, ops.walked_trees(*case), strict=True):
         assert torch.equal(a.cpu(), b)
 
 

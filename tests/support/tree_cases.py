@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from tests.support.tree_oracle import random_tree
 
 
 class Paths(NamedTuple):
@@ -57,3 +60,20 @@ def random_paths(
     accepted = torch.randint(0, depth + 1, (slots + padding,), generator=g)
     accepted[torch.randint(0, slots + padding, (1,), generator=g)] = depth
     return Paths(data, table, slot, committed, torch.where(torch.arange(depth) < accepted[:, None], path, 0), accepted)
+
+
+def random_rounds(
+    slots: int, padding: int, nodes: int, depth: int, width: int, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+    """What `walk_trees` takes, in order: trees of `nodes` nodes in state, of which a frame has up to `width`.
+
+    Two tokens only, so that drafts are often right and siblings often equal.
+    """
+    g, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    parent = torch.tensor([random_tree(rng, nodes, depth)[0] for _ in range(slots + 1)])
+    pending = torch.randint(0, 2, (slots + 1, nodes), generator=g)
+    slot = torch.cat([torch.randperm(slots, generator=g) + 1, torch.zeros(padding, dtype=torch.int64)])
+    used = torch.randint(0, width + 1, slot.shape, generator=g) * (slot > 0)
+    target = torch.randint(0, 2, (len(slot) * width,), generator=g)
+    row_of = torch.randperm(len(slot) * width, generator=g).view(-1, width)
+    return target, row_of, used, slot, parent, pending, min(depth, width - 1)

@@ -28,10 +28,10 @@ def test_the_frame_is_clean(kind: str) -> None:
     times = {"library": 8, "model": 8, "eagle3-off": 4 + 6, **dict.fromkeys(heads, 4 + 12)}.get(kind, 4)
     assert proof.kernels[f"slipstream::{TWO_LAYERS_TWO_FRAMES[kind]}"] == times
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
-    if kind.startswith("tree"):  # in its decode rounds trees are judged, in tensor operations
-        ops = ("tree_rows", "compact_path", "close_round", "close_sampled", "close_greedy")
-        assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops[:3]] == [2, 2, 2]
-        assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops[3:]] == ([2, 0] if "-" in kind else [0, 2])
+    if kind.startswith("tree"):  # decode rounds judge trees, sampled ones in tensor operations; a prompt's end has none
+        ops = ("tree_rows", "compact_path", "close_round", "walk_trees", "close_sampled", "close_greedy")
+        closing = [0, 2, 0] if kind.endswith("sampled") else [2, 0, 2]
+        assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops] == [2, 2, 2, *closing]
         return
     sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled")
     ops = ("race_rows", "close_sampled", "close_greedy")

@@ -54,6 +54,46 @@ def compact_path_kernel(
     tl.store(data_ptr + to_cell[:, None] * N + column[None, :], moved, inside)
 
 
+@triton.jit
+def walk_trees_kernel(
+    target_ptr, row_of_ptr, nodes_ptr, slot_ptr, parent_ptr, pending_ptr, path_ptr, accepted_ptr, tokens_ptr,
+    emitted_ptr, N: tl.constexpr, NP: tl.constexpr, W: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    """Grid (B,). All nodes of a slot in registers; one step of the walk per level."""
+    b = tl.program_id(0)
+    n = tl.arange(0, NP)
+    inside = n < N
+    slot = tl.load(slot_ptr + b)
+    nodes = tl.load(nodes_ptr + b)
+    target = tl.load(target_ptr + tl.load(row_of_ptr + b * N + n, mask=inside, other=0), mask=inside, other=0)
+    parent = tl.load(parent_ptr + slot * W + n, mask=inside, other=-1)
+    token = tl.load(pending_ptr + slot * W + n, mask=inside, other=-1)
+    live = inside & (n < nodes)
+    at = b * 0
+    accepted = b * 0
+    for k in range(K):
+        want = tl.sum(tl.where(n == at, target, 0), axis=0)
+        right = live & (parent == at) & (token == want)
+        found = tl.min(tl.where(right, n, NP), axis=0)
+        moved = found < NP
+        tl.store(path_ptr + b * K + k, tl.where(moved, found, 0).to(tl.int64))
+        tl.store(tokens_ptr + b * (K + 1) + k, tl.where(moved | ((accepted == k) & (nodes > 0)), want, 0))
+        at = tl.where(moved, found, at)
+        accepted += moved.to(tl.int32)
+    last = tl.sum(tl.where(n == at, target, 0), axis=0)
+    tl.store(tokens_ptr + b * (K + 1) + K, tl.where((accepted == K) & (nodes > 0), last, 0))
+    tl.store(accepted_ptr + b, accepted.to(tl.int64))
+    tl.store(emitted_ptr + b, tl.where(nodes > 0, accepted + 1, 0).to(tl.int64))
+
+
+def launch_walk_trees(target, row_of, nodes, slot, parent, pending, path, accepted, tokens, emitted):
+    slots, n = row_of.shape
+    walk_trees_kernel[(slots,)](
+        target, row_of, nodes, slot, parent, pending, path, accepted, tokens, emitted, N=n,
+        NP=max(4, triton.next_power_of_2(n)), W=parent.shape[1], K=path.shape[1], num_warps=1,
+    )  # fmt: skip
+
+
 def launch_tree_rows(slot, cell, committed, depth, seen, pos_out, past_out, seen_out):
     rows = slot.shape[0]
     tree_rows_kernel[(triton.cdiv(rows, 128),)](

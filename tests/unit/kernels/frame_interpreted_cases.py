@@ -14,7 +14,7 @@ from slipstream.kernels import suffix as ops_suffix
 from slipstream.kernels import tree as ops_tree
 from slipstream.kernels.jit import draft, frame, suffix, tree
 from tests.support.frame_kernel_cases import State, draft_memory, random_state, same_state, slot_list
-from tests.support.tree_cases import random_paths, random_trees
+from tests.support.tree_cases import random_paths, random_rounds, random_trees
 
 SLOTS, PADDING = 20, 4
 B = SLOTS + PADDING
@@ -179,3 +179,13 @@ def test_suffix_walk(drafts: int, rule: tuple[int, int, float, float, float]) ->
     offered = torch.arange(drafts) < want[1][:, None]
     assert torch.equal(count, want[1]) and torch.equal(score, want[2])
     assert torch.equal(token[offered], want[0][offered]) and int(offered.sum()) > 2
+
+
+@pytest.mark.parametrize("shape", [(20, 4, 16, 4, 16), (7, 1, 64, 9, 64), (5, 2, 9, 3, 5), (3, 0, 2, 1, 2)])
+def test_walk_trees(shape: tuple[int, int, int, int, int]) -> None:
+    case = random_rounds(*shape)
+    want = ops_tree.walked_trees(*case)
+    got = [unwritten(*t.shape) for t in want]
+    tree.launch_walk_trees(*case[:-1], *got)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)

@@ -10,13 +10,13 @@ from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import DraftSlots, DraftView, InPlaceDrafter
 from slipstream.kernels import draft as ops_draft
 from slipstream.kernels import frame as ops
-from slipstream.kernels.tree import moved_path
+from slipstream.kernels.tree import moved_path, walked_trees
 from slipstream.sampling.slot_params import SlotParams
 from slipstream.types import FinishCode
-from slipstream.verify import OneHot, VerifyRows, verify
+from slipstream.verify import OneHot, TreeRows, VerifyRows, verify, verify_tree
 from tests.support.draft_views import no_rows
 from tests.support.frame_kernel_cases import draft_memory, random_state, same_state, slot_list
-from tests.support.tree_cases import random_paths, random_trees
+from tests.support.tree_cases import random_paths, random_rounds, random_trees
 
 SLOTS, DRAFTS = 40, 3
 
@@ -113,6 +113,7 @@ def test_fakes_and_schemas() -> None:
     committed, depth, seen = random_trees(6, 5)
     where = (slot, committed[slot] + 1, committed, depth, seen)
     opcheck(library.tree_rows.default, where, test_utils=checks)
+    opcheck(library.walk_trees.default, random_rounds(6, 2, 9, 3, 9), test_utils=checks)
     opcheck(library.compact_path.default, tuple(random_paths(6, 2, 3)), test_utils=checks)
     s = state.copy()
     offered = (torch.zeros(8, 3).long(), torch.ones(8).long(), torch.zeros(8, 10).long(), slot)
@@ -151,3 +152,21 @@ def test_a_path_moves_to_its_own_positions(page: int) -> None:
     moved_path(got, *case[1:])
     assert torch.equal(got.nan_to_num(99), want.nan_to_num(99))
     assert not torch.equal(got[:, :, 1:], case.data[:, :, 1:])
+
+
+@pytest.mark.parametrize("shape", [(40, 4, 16, 4, 16), (20, 1, 64, 9, 64), (20, 2, 9, 3, 5)])
+def test_the_greedy_walk_is_the_verifiers(shape: tuple[int, int, int, int, int]) -> None:
+    target, row_of, used, slot, parent, pending, depth = case = random_rounds(*shape)
+    none, width = torch.zeros_like(used), row_of.shape[1]
+    want = verify_tree(
+        torch.nn.functional.one_hot(target, 2).float(),
+        TreeRows(
+            mode_B=none, key_B=none, child_B=none, base_B=none, row_of_BN=row_of, nodes_B=used,
+            parent_BN=parent[slot, :width], token_BN=pending[slot, :width], depth=depth, fan=width,
+        ),
+        sampled=False, coupled=False, rejection=False,
+    )  # fmt: skip
+    path, accepted, tokens, emitted = walked_trees(*case)
+    assert torch.equal(path, want.path_BK) and torch.equal(accepted, want.accepted_B)
+    assert torch.equal(tokens, want.tokens_BW) and torch.equal(emitted, want.n_emitted_B)
+    assert int(accepted.max()) >= min(depth, 2) and (accepted == 0).any()

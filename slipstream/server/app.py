@@ -21,7 +21,7 @@ from slipstream.errors import (
     SlipstreamError,
     UnsupportedError,
 )
-from slipstream.server.engine_client import EngineClient, QueueFullError
+from slipstream.server.engine_client import AnswerFailedError, EngineClient, QueueFullError
 from slipstream.server.guard import BodyTooLargeError, Guard
 from slipstream.server.protocol import (
     ChatBody,
@@ -202,6 +202,8 @@ async def _slipstream_error(request: Request, error: Exception) -> Response:
         return _json(body, 429, {"retry-after": str(error.retry_after)})
     if isinstance(error, EngineDeadError):
         return _json(error_body("the engine stopped", "server_error", code="dead"), 503)
+    if isinstance(error, AnswerFailedError):
+        return _json(error_body(text, "server_error"), 500)
     if isinstance(error, (InvalidRequestError, UnsupportedError, RequestFailedError)):
         field = re.match(r"(?:unknown field ')?([a-z_]+)", text)
         return _json(error_body(text, "invalid_request_error", param=field[1] if field else None), 400)

@@ -12,6 +12,7 @@ import math
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +56,10 @@ class QueueFullError(SlipstreamError):
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class AnswerFailedError(SlipstreamError):
+    """A fault in the text of one answer; the others are not affected."""
 
 
 @dataclass
@@ -233,6 +238,13 @@ class EngineClient:
     # -- what comes from the engine ----------------------------------------------------------------------------
 
     async def _read(self) -> None:
+        try:
+            await self._read_all()
+        except Exception:
+            traceback.print_exc()
+            self._die("a message of the engine could not be read")
+
+    async def _read_all(self) -> None:
         while True:
             message = decode_down(await self._socket.recv())
             self._progress = time.monotonic()
@@ -254,7 +266,13 @@ class EngineClient:
         live = self._live.get(event.request_id)
         if live is None or event.child not in live.answer.open:
             return
-        chunk, receipt = live.answer.take(event)
+        try:
+            chunk, receipt = live.answer.take(event)
+        except Exception:  # the request's own fault: it ends alone
+            traceback.print_exc()
+            live.flight.put(AnswerFailedError("the text of this answer failed; others are not affected"))
+            self.abort(event.request_id)
+            return
         if receipt is not None:
             kind = Cut if receipt.cut else Ack
             self._tell(kind(event.request_id, receipt.child, receipt.upto))

@@ -18,7 +18,7 @@ from slipstream.server.app import Server, build_app
 from slipstream.server.engine_client import EngineClient
 
 EXIT_ENGINE_DEAD = 70
-DEAD_SECONDS = 1.0
+DEAD_SECONDS = 5.0
 """After the engine's death the server answers this long: errors reach the clients, /health says 503."""
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from slipstream.errors import EngineDeadError, SlipstreamError
 from slipstream.outputs import RequestOutput
-from slipstream.server.engine_client import Flight
+from slipstream.server.engine_client import AnswerFailedError, Flight
 from slipstream.server.replies import Shape, as_json, error_body
 
 DONE = b"data: [DONE]\n\n"
@@ -92,8 +92,9 @@ class EventStream(Response):
         except EngineDeadError:
             yield _event(error_body("the engine stopped; the answer is not complete", "server_error", code="dead"))
             return
-        except SlipstreamError as error:  # the engine did not take it
-            yield _event(error_body(str(error), "invalid_request_error"))
+        except SlipstreamError as error:
+            kind = "server_error" if isinstance(error, AnswerFailedError) else "invalid_request_error"
+            yield _event(error_body(str(error), kind))
             return
         if self._usage:
             yield _event(self._shape.last(self._flight.outputs))

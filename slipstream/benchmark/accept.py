@@ -91,8 +91,12 @@ def read_prompts(path: Path, limit: int | None) -> list[Prompt]:
     """Prompts of a JSON-lines file; `limit` of them, evenly spread. Raises ConfigError that names the line."""
     if not path.is_file():
         raise ConfigError(f"--prompts {str(path)!r} is not a file")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {str(path)!r} cannot be read: {error}") from None
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -100,7 +104,7 @@ def read_prompts(path: Path, limit: int | None) -> list[Prompt]:
             text = value["prompt"] if "prompt" in value else value["turns"][0]
             if not isinstance(text, str) or not text:
                 raise TypeError
-        except (ValueError, KeyError, IndexError, TypeError):
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
             raise ConfigError(f'{path} line {number} needs a text "prompt" or a list "turns"') from None
         found.append(Prompt(text=text, category=str(value.get("category", "all"))))
         if len(found) > MAX_PROMPTS:
@@ -119,16 +123,18 @@ def run(args: argparse.Namespace) -> int:
     if args.max_prompts is not None and args.max_prompts < 1:
         raise ConfigError(f"--max-prompts {args.max_prompts} must be at least 1")
     prompts = read_prompts(Path(args.prompts), args.max_prompts)
+    if args.plot and not Path(args.plot).absolute().parent.is_dir():
+        raise ConfigError(f"--plot {args.plot!r}: its folder does not exist")
     rows, left_out = measure(args, prompts)
     report = {"versions": versions(), "command": sys.argv[1:], "left_out": left_out, "rows": rows}
-    if args.plot:
-        plot(rows, Path(args.plot), f"{args.draft}, {args.draft_tree or args.num_drafts or 'default'} drafts")
     if args.json:
         print(json.dumps(report))
     else:
         print(table(rows))
         if left_out:
             print(f"{left_out} prompts are longer than the context and were left out")
+    if args.plot:  # last: what was measured must not be lost with it
+        plot(rows, Path(args.plot), f"{args.draft}, {args.draft_tree or args.num_drafts or 'default'} drafts")
     return 0
 
 

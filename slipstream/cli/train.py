@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from slipstream.train.teacher import Teacher
 
 KINDS = ("eagle3", "dspark", "corpus")
+_LEAST = {
+    "conversations": 1, "max_len": 32, "slots": 1, "held_out": 1, "draft_vocab": 1, "unroll": 1, "block_size": 1,
+    "layers": 1, "intermediate_size": 1, "markov_rank": 1, "anchors": 1, "mask_token_id": 0,
+}  # fmt: skip
+"""Smallest values of the options."""
 
 
 def main(argv: list[str]) -> int:
@@ -34,6 +39,10 @@ def main(argv: list[str]) -> int:
     if kind not in KINDS:
         raise ConfigError(f"unknown draft kind {kind!r}; choose from {', '.join(KINDS)}")
     args = parser(kind).parse_args(argv[1:])
+    for name, low in _LEAST.items():
+        value = getattr(args, name, None)
+        if value is not None and value < low:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {low}")
     if kind == "corpus":
         return _make_corpus(args)
     return _run(kind, args)
@@ -97,6 +106,11 @@ def _run(kind: str, args: Any) -> int:
     dtype = "bfloat16" if device == "cuda" else "float32"
     layers = _layers(args.model)
     teacher = Teacher.load(args.model, taps=_taps(kind, args.taps, layers), device=device, dtype=dtype)
+    vocab, highest = teacher.model_config.vocab_size, int(corpus.token_NT.max())
+    if highest >= vocab or int(corpus.token_NT.min()) < 0:
+        raise ConfigError(f"the corpus is of another model: it has the token id {highest}, the model has {vocab} ids")
+    if (getattr(args, "mask_token_id", None) or 0) >= vocab:
+        raise ConfigError(f"--mask-token-id {args.mask_token_id} must be below the vocabulary size {vocab}")
     torch.manual_seed(args.seed)
     head = _head(kind, args, teacher, kept).to(device)
     history = loop.train(head, teacher, kept, options, folder=out / "state", progress=_Bar(args.steps))
@@ -117,7 +131,10 @@ def _place(args: Any) -> tuple[str, Path]:
     import torch
 
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {args.out!r} cannot be made a folder: {error.strerror}") from None
     if args.device == "auto":
         return ("cuda" if torch.cuda.is_available() else "cpu"), out
     return args.device, out

@@ -47,8 +47,8 @@ class BlockConfig:
 
 def parse_block_config(values: Mapping[str, Any], target: ModelConfig) -> BlockConfig:
     """BlockConfig of a `config.json` for a target. Raises ConfigError, ModelLoadError or UnsupportedError by key."""
-    names = values.get("architectures") or []
-    arch = str(names[0]) if names else ""
+    names = values.get("architectures")
+    arch = str(names[0]) if isinstance(names, list) and names else ""
     nested = values.get("dflash_config") or values.get("dspark_config") or {}
     if not isinstance(nested, Mapping):
         raise ModelLoadError(f"draft config: dflash_config={nested!r} must be an object")
@@ -65,6 +65,8 @@ def parse_block_config(values: Mapping[str, Any], target: ModelConfig) -> BlockC
 
     shape_values["architectures"] = ["Qwen3ForCausalLM"]
     layer_types = shape_values.pop("layer_types", None) or []
+    if not isinstance(layer_types, list):
+        raise ModelLoadError(f"draft config: layer_types={layer_types!r} must be a list")
     sliding = bool(both.get("use_swa")) or any(kind != "full_attention" for kind in layer_types)
     for key, on in (("layer_types / use_swa", sliding), ("causal", both.get("causal")),
                     ("attention_sink_bias", both.get("attention_sink_bias"))):  # fmt: skip

@@ -199,6 +199,7 @@ def draft_ids(table: TensorTable, config: Eagle3Config, device: torch.device) ->
     """Target ids of the draft vocabulary [D] from d2t (id = d + d2t[d]) or t2d (a mask over the vocabulary)."""
     draft_vocab, vocab = config.draft_vocab_size, config.layers.vocab_size
     offset_D, mask_V = table.take("d2t"), table.take("t2d")
+    mask_V = None if mask_V is None else mask_V.to(torch.bool)
     if offset_D is None and mask_V is None:
         if draft_vocab != vocab:
             raise ModelLoadError(f"draft_vocab_size={draft_vocab} of {vocab} needs the tensor 'd2t', which is missing")
@@ -207,7 +208,7 @@ def draft_ids(table: TensorTable, config: Eagle3Config, device: torch.device) ->
         raise ModelLoadError(f"tensor 't2d' has shape {list(mask_V.shape)}; the vocabulary needs [{vocab}]")
     if offset_D is None:
         assert mask_V is not None
-        id_D = mask_V.to(torch.bool).nonzero()[:, 0]
+        id_D = mask_V.nonzero()[:, 0]
     else:
         id_D = offset_D.to(torch.int64)
         if tuple(id_D.shape) == (draft_vocab,):
@@ -219,7 +220,7 @@ def draft_ids(table: TensorTable, config: Eagle3Config, device: torch.device) ->
         raise ModelLoadError(f"tensor 'd2t' leads to ids {int(id_D.min())} to {int(id_D.max())}; there are {vocab}")
     if id_D.unique().numel() != draft_vocab:
         raise ModelLoadError("tensor 'd2t' leads to the same id twice")
-    if mask_V is not None and not bool(mask_V.to(torch.bool)[id_D].all() & (mask_V.sum() == draft_vocab)):
+    if mask_V is not None and not bool(mask_V[id_D].all() & (mask_V.sum() == draft_vocab)):
         raise ModelLoadError("tensors 'd2t' and 't2d' name different ids")
     return None if draft_vocab == vocab and bool((id_D == torch.arange(vocab)).all()) else id_D.to(device)
 

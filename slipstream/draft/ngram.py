@@ -42,8 +42,14 @@ class NgramDrafter:
         row_cost: Sequence[float] = ROW_COST,
         device: torch.device | str = "cpu",
     ) -> None:
-        if not 1 <= min_n <= max_n <= 64:
+        if not type(min_n) is type(max_n) is int or not 1 <= min_n <= max_n <= 64:
             raise ConfigError(f"n-gram lengths min_n={min_n}, max_n={max_n} must satisfy 1 <= min_n <= max_n <= 64")
+        if not isinstance(gate, bool):
+            raise ConfigError(f"gate={gate!r} must be True or False")
+        if isinstance(row_cost, str) or not isinstance(row_cost, Sequence) or len(row_cost) < 2:
+            raise ConfigError(f"row_cost={row_cost!r} must be a list of at least two numbers")
+        if not all(type(cost) in (int, float) and 0 < cost < float("inf") for cost in row_cost):
+            raise ConfigError(f"row_cost={row_cost!r} must be numbers above 0")
         if not 1 <= max_drafts <= MAX_DRAFTS:
             raise ConfigError(f"num_drafts={max_drafts} must be between 1 and {MAX_DRAFTS} for n-gram drafting")
         self.max_drafts = max_drafts

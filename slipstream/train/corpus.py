@@ -7,11 +7,13 @@ repeat.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import errno
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -64,27 +66,58 @@ class Corpus:
 
     def save(self, path: Path) -> None:
         """As safetensors, without the padding: tokens one after the other, and two lengths per sequence."""
+        if not len(self):
+            raise ConfigError("no answer is left for the corpus; give more prompts or a larger max_len")
         inside_NT = torch.arange(self.token_NT.shape[1]) < self.length_N[:, None]
         small = torch.uint16 if int(self.token_NT.max()) < 1 << 16 else torch.int32
         prompt_N = self.length_N - self.answer_NT.sum(1)
-        save_file(
+        write_tensors(
             {"tokens": self.token_NT[inside_NT].to(small), "length": self.length_N, "prompt_length": prompt_N}, path
         )
 
     @classmethod
     def load(cls, *paths: Path) -> Corpus:
-        """One corpus from one or several files."""
+        """One corpus from one or several files. Raises ConfigError that names the file."""
         pairs: list[tuple[list[int], list[int]]] = []
         for path in paths:
-            tensors = load_file(path)
+            tensors = load_tensors(path)
             for name in ("tokens", "length", "prompt_length"):
                 if name not in tensors:
                     raise ConfigError(f"{path} is no training corpus: it lacks the tensor {name!r}")
-            ids, at = tensors["tokens"].to(torch.int64).tolist(), 0
-            for length, prompt in zip(tensors["length"].tolist(), tensors["prompt_length"].tolist(), strict=True):
+            lengths_N, prompts_N = tensors["length"], tensors["prompt_length"]
+            ids, at = tensors["tokens"].to(torch.int64).flatten().tolist(), 0
+            if lengths_N.dim() != 1 or lengths_N.shape != prompts_N.shape or int(lengths_N.sum()) != len(ids):
+                raise ConfigError(f"{path} is no training corpus: its lengths do not add up to its {len(ids)} tokens")
+            if bool(((prompts_N < 0) | (prompts_N > lengths_N)).any()):
+                raise ConfigError(f"{path} is no training corpus: a prompt_length is outside its sequence")
+            for length, prompt in zip(lengths_N.tolist(), prompts_N.tolist(), strict=True):
                 pairs.append((ids[at : at + prompt], ids[at + prompt : at + length]))
                 at += length
+        if not pairs:
+            raise ConfigError(f"{', '.join(map(str, paths))}: the corpus holds no sequences")
         return cls.pack(pairs, max(len(p) + len(a) for p, a in pairs))
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file that is whole or not there: a run that is killed leaves no half of one under its name.
+
+    Raises OSError where it cannot be written; safetensors has an exception of its own for a full disk.
+    """
+    new = path.with_name(path.name + ".new")
+    try:
+        save_file(dict(tensors), new, metadata=metadata)
+        new.replace(path)
+    except SafetensorError as error:
+        new.unlink(missing_ok=True)
+        raise OSError(errno.EIO, f"{path}: {error}") from None
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Raises ConfigError that names the file where it is missing or damaged."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} is not a readable safetensors file: {error}") from None
 
 
 def loops(ids: Sequence[int], n: int = 4, least: float = 0.5) -> bool:

@@ -71,15 +71,19 @@ def user_header(llm: LLM) -> list[int]:
 
 def read_prompts(path: Path) -> list[str]:
     """User turns from a file: JSON lines with "prompt" or "turns", or plain text, one per line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--prompts {str(path)!r} cannot be read: {error}") from None
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         if line.lstrip().startswith("{"):
             try:
                 value: Any = json.loads(line)
                 prompts.append(str(value["prompt"] if "prompt" in value else value["turns"][0]))
-            except (ValueError, KeyError, IndexError, TypeError):
+            except (ValueError, KeyError, IndexError, TypeError, RecursionError):
                 raise ConfigError(f'{path} line {number} needs "prompt" or a list "turns"') from None
         else:
             prompts.append(line)

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.train.corpus import Corpus
+from slipstream.train.corpus import Corpus, load_tensors, write_tensors
 from slipstream.train.layers import DraftHead
 from slipstream.train.teacher import Teacher
 
@@ -45,6 +44,10 @@ class TrainOptions:
         for name in ("steps", "batch", "log_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.checkpoint_every < 0:
+            raise ConfigError(f"checkpoint_every={self.checkpoint_every} must be at least 0")
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise ConfigError(f"time_limit={self.time_limit} must be above 0 seconds")
         if not 0 < self.lr < 1:
             raise ConfigError(f"lr={self.lr} must be between 0 and 1")
 
@@ -161,7 +164,7 @@ def _checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     # Both files are replaced, the JSON last: a run that is stopped in between resumes from the earlier pair.
     name = f"state-{step}.safetensors"
-    save_file({k: v.contiguous() for k, v in tensors.items()}, folder / name)
+    write_tensors({k: v.contiguous() for k, v in tensors.items()}, folder / name)
     text = json.dumps({"step": step, "tensors": name, "identity": identity, "history": asdict(seen)})
     (folder / "state.json.new").write_text(text)
     (folder / "state.json.new").replace(folder / "state.json")
@@ -173,7 +176,7 @@ def _checkpoint(
 def _resume(
     folder: Path, head: DraftHead, optimizer: torch.optim.Optimizer, identity: dict[str, Any]
 ) -> tuple[int, History]:
-    state = json.loads((folder / "state.json").read_text())
+    state = _state(folder / "state.json")
     wanted = json.loads(json.dumps(identity))
     for name, value in wanted.items():
         if state["identity"].get(name) != value:
@@ -181,7 +184,7 @@ def _resume(
                 f"{folder} holds a run with {name}={state['identity'].get(name)!r}, this one has {value!r}; "
                 f"give another folder or the same options"
             )
-    tensors = load_file(folder / state["tensors"])
+    tensors = load_tensors(folder / state["tensors"])
     with torch.no_grad():
         for name, p in sorted(head.named_parameters()):
             p.copy_(tensors[f"param.{name}"])
@@ -195,10 +198,20 @@ def _resume(
     return state["step"], History(**state["history"])
 
 
+def _state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(path.read_text())
+        if {"step", "tensors", "identity", "history"} <= set(state):
+            return dict(state)
+    except (ValueError, TypeError, OSError):
+        pass
+    raise ConfigError(f"{path} is damaged; remove its folder to begin again")
+
+
 def export(head: DraftHead, folder: Path, extra: dict[str, Any] | None = None) -> Path:
     """Write config.json and model.safetensors in the released format."""
     tensors, values = head.export()
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**values, **(extra or {})}, indent=2) + "\n")
     return folder

@@ -53,7 +53,7 @@ STATS_SECONDS = 5.0
 class QueueFullError(SlipstreamError):
     """No room for the request now. retry_after: seconds after which a place may be free."""
 
-    def __init__(self, message: str, retry_after: int) -> None:
+    def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 

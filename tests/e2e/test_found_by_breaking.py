@@ -62,8 +62,13 @@ def test_an_interrupt_waits_for_the_whole_step(model: str, monkeypatch: pytest.M
             return step(self)
 
         monkeypatch.setattr(EngineCore, "step", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([5, 6], params)
+        # A shell starts what it puts into the background with SIGINT ignored.
+        inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([5, 6], params)
+        finally:
+            signal.signal(signal.SIGINT, inherited)
         monkeypatch.undo()
         assert llm.generate([5, 6], params)[0].outputs[0].token_ids == want
         llm.check_idle()

@@ -38,9 +38,7 @@ class KernelAttention:
         self.first_cell, self.per_slot = first_cell, per_slot
 
     def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
-        flat_k, flat_v = self.kv.flat[layer]
-        flat_k.index_copy_(0, self.cache_slot_R, k_RKD)
-        flat_v.index_copy_(0, self.cache_slot_R, v_RKD)
+        self.kv.write(layer, self.cache_slot_R, k_RKD, v_RKD)
         k_PSKD, v_PSKD = self.kv.paged[layer]
         out_RND: Tensor = paged_attention(
             q_RND.contiguous(), k_PSKD, v_PSKD, self.table_SP, self.slot_R, self.pos_R, self.seen_R,
@@ -75,9 +73,7 @@ class ChunkAttention:
         )
 
     def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
-        flat_k, flat_v = self.kv.flat[layer]
-        flat_k.index_copy_(0, self.cache_slot_R, k_RKD)
-        flat_v.index_copy_(0, self.cache_slot_R, v_RKD)
+        self.kv.write(layer, self.cache_slot_R, k_RKD, v_RKD)
         k_PSKD, v_PSKD = self.kv.paged[layer]
         out_RND: Tensor = prefill_attention(
             q_RND.contiguous(), k_PSKD, v_PSKD, self.table_SP, self.slot_R, self.pos_R, self.tile_T,

@@ -140,9 +140,8 @@ class PagedAttention:
         return spans if worth and all(start + c <= cells for start, c in spans) else []
 
     def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
-        flat_k, flat_v = self.kv.flat[layer]
-        flat_k.index_copy_(0, self.cache_slot_R, k_RKD)
-        flat_v.index_copy_(0, self.cache_slot_R, v_RKD)
+        self.kv.write(layer, self.cache_slot_R, k_RKD, v_RKD)
+        flat_k, _ = self.kv.flat[layer]
         rows, heads, dim = q_RND.shape
         slots, pad, group = self.slots, self.pad, self.group
         kv_heads = heads // group

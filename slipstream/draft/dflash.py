@@ -35,9 +35,8 @@ class BlockPages:
     def write(self, context: Sequence[tuple[Tensor, Tensor]], table_SP: Tensor, slot_R: Tensor, pos_R: Tensor) -> None:
         """Rows [R] of (slot, position); slot 0 is the sink."""
         cell_R = cache_slots(table_SP, slot_R, pos_R, self.kv.page_size)
-        for (flat_k, flat_v), (k_RKD, v_RKD) in zip(self.kv.flat, context, strict=True):
-            flat_k.index_copy_(0, cell_R, k_RKD)
-            flat_v.index_copy_(0, cell_R, v_RKD)
+        for layer, (k_RKD, v_RKD) in enumerate(context):
+            self.kv.write(layer, cell_R, k_RKD, v_RKD)
 
     def block_attention(
         self,

@@ -55,6 +55,12 @@ class KVPages:
         run = self.data.view(layers * two, 1, pages * page_size, kv_heads, dim).narrow(2, start, tokens)
         return run.transpose(2, 3).unbind(0)
 
+    def write(self, layer: int, cell_R: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> None:
+        """Keys and values [R, K, D] of rows to their cells [R] (page * page_size + offset) of a layer."""
+        flat_k, flat_v = self.flat[layer]
+        flat_k.index_copy_(0, cell_R, k_RKD)
+        flat_v.index_copy_(0, cell_R, v_RKD)
+
     @property
     def nbytes(self) -> int:
         return self.data.numel() * self.data.element_size()

@@ -18,7 +18,7 @@ from slipstream.draft.eagle3_fused import FusedHead
 from slipstream.draft.eagle3_model import Eagle3Model, draft_ids
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
-from tests.support.eagle import head_tensors, head_values, stand_in_target
+from tests.support.eagle import head_tensors, head_values, rounds_of_the_reference, stand_in_target
 from tests.support.kernel_cases import relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -94,20 +94,9 @@ def test_the_fused_pass_is_the_plain_one(
 
 @pytest.mark.parametrize(("graphs", "run_ahead", "page_size"), [(True, 2, 32), (True, 8, 16), (False, 1, 1)])
 def test_rounds_of_the_reference(golden_dir: Path, graphs: bool, run_ahead: int, page_size: int) -> None:
-    """Output and acceptance of every prompt, alone, in a batch, and from the prefix cache."""
-    case = json.loads((golden_dir / "e2e_eagle3" / "expected.json").read_text())
-    with LLM(
-        model=str(golden_dir / "e2e_target"), draft=str(golden_dir / "e2e_eagle3"), num_drafts=case["chain_steps"],
-        device="cuda", dtype="float32", page_size=page_size, run_ahead=run_ahead, cuda_graphs=graphs, max_slots=4,
-        max_model_len=128,
-    ) as llm:  # fmt: skip
-        params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-        prompts = [p["prompt_ids"] for p in case["prompts"]]
-        for outs in ([llm.generate(p, params)[0] for p in prompts], llm.generate(prompts, params)):
-            for out, prompt in zip(outs, case["prompts"], strict=True):
-                assert out.outputs[0].token_ids == prompt["output_ids"]
-                assert abs(out.spec.rounds - len(prompt["chain"]["rounds"])) <= 1
-        llm.check_idle()
+    rounds_of_the_reference(
+        golden_dir, "chain", device="cuda", page_size=page_size, run_ahead=run_ahead, cuda_graphs=graphs
+    )
 
 
 def test_sampled_drafts_are_accepted_and_their_laws_are_laws(golden_dir: Path) -> None:

@@ -14,7 +14,7 @@ from slipstream.kernels import sample
 from slipstream.kernels.jit import filters
 from slipstream.sampling.rng import PURPOSE_COUPLED, noise_from_words, race_noise, stream_words
 from tests.support.frame_kernel_cases import same_state
-from tests.support.sample_cases import COUPLED, GREEDY, REJECTION, Case, random_case, torch_frame
+from tests.support.sample_cases import COUPLED, GREEDY, REJECTION, op_frame, random_case, torch_frame
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -28,26 +28,6 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def kernel_frame(case: Case, *, filtered: bool, synthetic: float | None = None) -> tuple[Tensor, Tensor]:
-    """Processed logits and record; closes the round in `case`."""
-    state, s = case.state, case.sampling
-    slot, pos, _, _, rows_B, row_of = case.packed
-    logits = case.logits.clone()
-    peak, threshold, greedy = sample.row_threshold(
-        logits, slot, pos, *case.wanted, state.stop_ids, s.min_len, filtered
-    )  # fmt: skip
-    rows = sample.race_rows(
-        logits, peak, threshold, greedy, slot, pos, s.temperature, s.mode, state.key, state.child, state.committed,
-        state.pending, case.q,
-    )  # fmt: skip
-    record = ops_frame.close_sampled(
-        *rows, row_of, rows_B, case.slot, *state.fields, s.mode, state.key, state.child, case.q, synthetic
-    )
-    temperature = s.temperature[slot].float()
-    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    return torch.where(scaled >= threshold[:, None], scaled, float("-inf")), record
-
-
 @pytest.mark.parametrize("synthetic", [None, 2.6])
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("vocab", [128_256, 49_152, 5003])
@@ -58,7 +38,7 @@ def test_tokens_are_those_of_the_torch_code(vocab: int, dense: bool, synthetic: 
         filtered, width = seed % 3 > 0, (1, 4, 3)[seed % 3]
         case = random_case(slots=15, vocab=vocab, width=width, seed=seed, filtered=filtered, dense=dense).to("cuda")
         mine = case.to("cuda")
-        processed, record = kernel_frame(mine, filtered=filtered, synthetic=synthetic)
+        processed, record = op_frame(mine, filtered=filtered, synthetic=synthetic)
         want, record_want = torch_frame(case, filtered=filtered, synthetic=synthetic)
         differs = ((processed > float("-inf")) != (want > float("-inf"))).sum(1)
         assert not differs.any(), f"rows keep other tokens, so many: {differs.tolist()}"
@@ -72,7 +52,7 @@ def test_the_search_over_the_whole_row(name: str, value: int, monkeypatch: pytes
     monkeypatch.setattr(filters, name, value)
     case = random_case(slots=15, vocab=50_257, width=2, seed=3).to("cuda")
     mine = case.to("cuda")
-    assert torch.equal(kernel_frame(mine, filtered=True)[1], torch_frame(case, filtered=True)[1])
+    assert torch.equal(op_frame(mine, filtered=True)[1], torch_frame(case, filtered=True)[1])
 
 
 def test_a_row_does_not_see_its_neighbours() -> None:
@@ -181,7 +161,7 @@ def test_the_law_test_can_fail() -> None:
 def test_filtered_and_greedy_rows_share_a_launch() -> None:
     """A greedy row among filtered ones is its argmax, a seeded row its law cut to what the filter keeps."""
     case = random_case(slots=12, vocab=49_152, width=1, seed=11).to("cuda")
-    _, record = kernel_frame(case.to("cuda"), filtered=True)
+    _, record = op_frame(case.to("cuda"), filtered=True)
     processed, _ = torch_frame(case, filtered=True)
     rows = case.packed[5][:, 0]
     for b in range(case.slot.shape[0]):

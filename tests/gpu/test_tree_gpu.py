@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from slipstream.benchmark.audit_cells import SAMPLING, Frames, failures, run_cel
 from slipstream.kernels import tree as ops
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.workspace import Workspace
-from tests.support.eagle import write_eagle3
+from tests.support.eagle import rounds_of_the_reference, write_eagle3
 from tests.support.kernel_cases import relative_error
 from tests.support.tiny import write_tiny_checkpoint
 from tests.support.tree_cases import random_paths, random_rounds, random_trees
@@ -89,20 +88,9 @@ def test_attention_over_trees(dtype: torch.dtype, slots: int, width: int, first_
 
 @pytest.mark.parametrize(("graphs", "run_ahead", "page_size"), [(True, 2, 32), (True, 8, 16), (False, 1, 1)])
 def test_rounds_of_the_reference(golden_dir: Path, graphs: bool, run_ahead: int, page_size: int) -> None:
-    """Output and acceptance of every prompt, alone, in a batch, and from the prefix cache."""
-    case = json.loads((golden_dir / "e2e_eagle3" / "expected.json").read_text())
-    with LLM(
-        model=str(golden_dir / "e2e_target"), draft=str(golden_dir / "e2e_eagle3"), draft_tree=case["tree"],
-        device="cuda", dtype="float32", page_size=page_size, run_ahead=run_ahead, cuda_graphs=graphs, max_slots=4,
-        max_model_len=128,
-    ) as llm:  # fmt: skip
-        params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-        prompts = [p["prompt_ids"] for p in case["prompts"]]
-        for outs in ([llm.generate(p, params)[0] for p in prompts], llm.generate(prompts, params)):
-            for out, prompt in zip(outs, case["prompts"], strict=True):
-                assert out.outputs[0].token_ids == prompt["output_ids"]
-                assert abs(out.spec.rounds - len(prompt["tree"]["rounds"])) <= 1
-        llm.check_idle()
+    rounds_of_the_reference(
+        golden_dir, "tree", device="cuda", page_size=page_size, run_ahead=run_ahead, cuda_graphs=graphs
+    )
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5, "top_p": 0.9}], ids=str)

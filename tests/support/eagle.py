@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from slipstream import LLM, SamplingParams
 from slipstream.models.layers import Embedding
 from slipstream.models.linear import Dense
 
@@ -104,3 +105,23 @@ def write_eagle3(folder: Path, target: Path, *, seed: int = 0, draft_vocab: int 
     tensors = head_tensors(**sizes, taps=taps, seed=seed)
     save_file({n.replace("layers.0.", "midlayer."): t for n, t in tensors.items()}, folder / "model.safetensors")
     return folder
+
+
+def rounds_of_the_reference(golden: Path, kind: str, **options: Any) -> None:
+    """Output and acceptance of every prompt of e2e_eagle3, alone, in a batch, and from the prefix cache.
+
+    kind: "chain" or "tree", the reference's own shape.
+    """
+    case = json.loads((golden / "e2e_eagle3" / "expected.json").read_text())
+    shape = {"chain": {"num_drafts": case["chain_steps"]}, "tree": {"draft_tree": case["tree"]}}[kind]
+    with LLM(
+        model=str(golden / "e2e_target"), draft=str(golden / "e2e_eagle3"), dtype="float32", max_slots=4,
+        max_model_len=128, **shape, **options,
+    ) as llm:  # fmt: skip
+        params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+        prompts = [p["prompt_ids"] for p in case["prompts"]]
+        for outs in ([llm.generate(p, params)[0] for p in prompts], llm.generate(prompts, params)):
+            for out, prompt in zip(outs, case["prompts"], strict=True):
+                assert out.outputs[0].token_ids == prompt["output_ids"]
+                assert abs(out.spec.rounds - len(prompt[kind]["rounds"])) <= 1
+        llm.check_idle()

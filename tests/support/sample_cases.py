@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels import frame as ops_frame
+from slipstream.kernels import sample
 from slipstream.sampling.processors import process_logits
 from slipstream.types import MIN_TEMPERATURE, VerifyMode
 from slipstream.verify import DenseQ, OneHot, VerifyRows, verify
@@ -114,6 +115,26 @@ def random_case(
         q = law.scatter(2, index, law.gather(2, index) + 0.3)
         q /= q.sum(2, keepdim=True)
     return Case(state=state, sampling=sampling, slot=slot, packed=packed, logits=logits, q=q)
+
+
+def op_frame(case: Case, *, filtered: bool, synthetic: float | None = None) -> tuple[Tensor, Tensor]:
+    """Processed logits and record by the ops; closes the round in `case`."""
+    state, s = case.state, case.sampling
+    slot, pos, _, _, rows_B, row_of = case.packed
+    logits = case.logits.clone()
+    peak, threshold, greedy = sample.row_threshold(
+        logits, slot, pos, *case.wanted, state.stop_ids, s.min_len, filtered
+    )  # fmt: skip
+    rows = sample.race_rows(
+        logits, peak, threshold, greedy, slot, pos, s.temperature, s.mode, state.key, state.child, state.committed,
+        state.pending, case.q,
+    )  # fmt: skip
+    record = ops_frame.close_sampled(
+        *rows, row_of, rows_B, case.slot, *state.fields, s.mode, state.key, state.child, case.q, synthetic
+    )
+    temperature = s.temperature[slot].to(torch.float32)
+    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    return torch.where(scaled >= threshold[:, None], scaled, float("-inf")), record
 
 
 def torch_frame(case: Case, *, filtered: bool, synthetic: float | None = None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The frame's Triton kernels on the CPU, in Triton's interpreter, against the references.
 
-Collected by test_frame_kernels_interpreted.py only, in a process of its own.
+Collected by test_kernels_interpreted.py only, in a process of its own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The kernels of sampled frames on the CPU, in Triton's interpreter, against the torch code of a CPU frame.
 
-Collected by test_sample_kernels_interpreted.py only, in a process of its own.
+Collected by test_kernels_interpreted.py only, in a process of its own.
 """
 
 from __future__ import annotations

@@ -6,35 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch.library import opcheck
 
 from slipstream.draft.choose import choose
-from slipstream.kernels import frame as ops_frame
 from slipstream.kernels import sample
 from tests.support.draft_views import sampled_view
 from tests.support.frame_kernel_cases import same_state
-from tests.support.sample_cases import REJECTION, Case, random_case, torch_frame
-
-
-def op_frame(case: Case, *, filtered: bool, synthetic: float | None = None) -> tuple[Tensor, Tensor]:
-    """Processed logits and record by the ops; closes the round in `case`."""
-    state, s = case.state, case.sampling
-    slot, pos, _, _, rows_B, row_of = case.packed
-    logits = case.logits.clone()
-    peak, threshold, greedy = sample.row_threshold(
-        logits, slot, pos, *case.wanted, state.stop_ids, s.min_len, filtered
-    )  # fmt: skip
-    rows = sample.race_rows(
-        logits, peak, threshold, greedy, slot, pos, s.temperature, s.mode, state.key, state.child, state.committed,
-        state.pending, case.q,
-    )  # fmt: skip
-    record = ops_frame.close_sampled(
-        *rows, row_of, rows_B, case.slot, *state.fields, s.mode, state.key, state.child, case.q, synthetic
-    )
-    temperature = s.temperature[slot].to(torch.float32)
-    scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    return torch.where(scaled >= threshold[:, None], scaled, float("-inf")), record
+from tests.support.sample_cases import REJECTION, op_frame, random_case, torch_frame
 
 
 @pytest.mark.parametrize("synthetic", [None, 2.6])

@@ -25,7 +25,8 @@ from slipstream.draft.dflash import BlockDrafter
 from slipstream.draft.eagle3 import Eagle3Drafter
 from slipstream.draft.eagle3_config import parse_eagle3
 from slipstream.draft.eagle3_model import dummy_eagle3
-from slipstream.draft.eagle3_tree import Eagle3TreeDrafter
+from slipstream.draft.feature import FeatureDrafter
+from slipstream.draft.feature_tree import FeatureTreeDrafter
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
 from slipstream.draft.standalone import StandaloneDrafter
@@ -152,11 +153,11 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             assert frame.prefill(plan, last=True) is not None
 
     kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS}.get(kind, KERNELS)
-    if kind in ("dspark", "suffix") or isinstance(drafter, Eagle3Drafter):
+    if kind in ("dspark", "suffix") or isinstance(drafter, FeatureDrafter):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
     if kind == "suffix":
         kernels = (*kernels, "slipstream::suffix_places", "slipstream::suffix_walk")
-    if isinstance(drafter, Eagle3Drafter):
+    if isinstance(drafter, FeatureDrafter):
         kernels = (*kernels, *EAGLE_KERNELS)
     if tree is not None:
         kernels = (*kernels, *TREE_KERNELS, *(() if sampled else ("slipstream::walk_trees",)))
@@ -193,9 +194,9 @@ def _eagle_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace, t
         head_dim=c.head_dim, dtype=model.dtype, device=model.device,
     )  # fmt: skip
     options: dict[str, Any] = {"max_drafts": engine.num_drafts, "max_len": engine.max_model_len, "workspace": workspace}
-    return (
-        Eagle3Drafter(head, kv=kv, **options) if tree is None else Eagle3TreeDrafter(head, kv=kv, shape=tree, **options)
-    )
+    if tree is None:
+        return Eagle3Drafter(head, kv=kv, **options)
+    return FeatureTreeDrafter(head, kv=kv, shape=tree, **options)
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:

@@ -29,7 +29,7 @@ DRAFTERS: dict[str, str] = {
 """Kind -> "module:Class"; a checkpoint of none of these kinds is a language model that drafts by itself."""
 
 
-TREES: dict[str, str] = {"eagle3": "slipstream.draft.eagle3_tree:Eagle3TreeDrafter"}
+TREES: dict[str, str] = {"eagle3": "slipstream.draft.feature_tree:FeatureTreeDrafter"}
 """Kind -> its drafter of trees, which takes `shape` (a TreeShape) besides."""
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.protocol import TreeSight
-from slipstream.draft.eagle3_model import Eagle3Model, HeadOutput
+from slipstream.draft.eagle3_model import Eagle3Model
+from slipstream.draft.feature import HeadOutput
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.eagle import join_norms
 from slipstream.kernels.gemm import stream_head, stream_linear, stream_residual, stream_rope, stream_swiglu

@@ -7,9 +7,9 @@ and whose residual stream is g. Its output, before the final norm, takes g's pla
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,19 +25,12 @@ from slipstream.models.linear import Dense, Linear, PackedInt8
 from slipstream.models.rope import RotaryTable
 from slipstream.models.weights import WeightBuilder, WeightSource
 
+if TYPE_CHECKING:
+    from slipstream.draft.feature import FusedPass
+    from slipstream.kernels.workspace import Workspace
+    from slipstream.memory.kv import KVPages
+
 _DERIVED = ("rotary_emb.inv_freq",)
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadOutput:
-    """state_BH: what the next step reads. logits_BD: over the draft vocabulary; overwriting them is allowed.
-
-    token_B: their argmax as the target's ids, where the pass yields it; the logits may then be unwritten memory.
-    """
-
-    state_BH: Tensor
-    logits_BD: Tensor
-    token_B: Tensor | None = None
 
 
 class EagleLayer:
@@ -92,8 +85,10 @@ class Eagle3Model:
     """Weights and formulas of the head; rows, caches and sampling are the drafter's.
 
     taps: indices of the target's hidden_states that `fuse` takes. id_D: target ids of the draft vocabulary, int64,
-    ascending; None where it is the whole vocabulary. config: sizes of its decoder layers.
+    ascending; None where it is the whole vocabulary. config: sizes of its decoder layers. A `feature.FeatureHead`.
     """
+
+    reads_hidden = False
 
     def __init__(self, config: Eagle3Config, source: WeightSource, target: Any, id_D: Tensor | None) -> None:
         """target: the target model; embedding and head that the checkpoint leaves out, or repeats, are its own."""
@@ -145,9 +140,20 @@ class Eagle3Model:
         logits_RD = self.head(normed_RH)
         return logits_RD if logits_RD.dtype == torch.float64 else logits_RD.float()
 
+    def fused(self, kv: KVPages, workspace: Workspace, *, positions: int, first_cell: int) -> FusedPass | None:
+        from slipstream.draft.eagle3_fused import FusedHead
+
+        if not FusedHead.fits(self):
+            return None
+        return FusedHead(self, kv, workspace, positions=positions, first_cell=first_cell, pdl=True)
+
     def pass_bytes(self) -> int:
         """Bytes of weights that one draft pass streams."""
         return sum(layer.bytes() for layer in self.layers) + self.head.bytes()
+
+    def fuse_bytes(self) -> int:
+        """Bytes of weights that fusing features streams."""
+        return self.fc.bytes()
 
 
 def load_eagle3(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None = None) -> Eagle3Model:

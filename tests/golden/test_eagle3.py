@@ -13,9 +13,9 @@ from torch import Tensor
 
 from slipstream import LLM, SamplingParams
 from slipstream.attention.dense import DenseCausal
-from slipstream.draft.eagle3 import Eagle3Drafter
 from slipstream.draft.eagle3_model import Eagle3Model, load_eagle3
-from slipstream.draft.eagle3_tree import Eagle3TreeDrafter
+from slipstream.draft.feature import FeatureDrafter
+from slipstream.draft.feature_tree import FeatureTreeDrafter
 from slipstream.draft.protocol import DraftView, FirstDraft, TargetRows
 from slipstream.draft.tree import TreeShape, expand, expand_root, rerank, seen_mask
 from slipstream.kernels.workspace import Workspace
@@ -128,7 +128,7 @@ def test_tree_drafter(golden_dir: Path, case: str, kernels: bool, page_size: int
             head_dim=c.head_dim, dtype=head.dtype, device=head.device,
         )  # fmt: skip
         kv.data.fill_(float("nan") if kernels else 1e4)  # torch's attention multiplies what it masks by zero
-        drafter = Eagle3TreeDrafter(
+        drafter = FeatureTreeDrafter(
             head, shape=shape, kv=kv, max_drafts=shape.total - 1, max_len=64,
             workspace=Workspace("cpu", floats=1 << 16) if kernels else None,
         )  # fmt: skip
@@ -140,7 +140,7 @@ def test_tree_drafter(golden_dir: Path, case: str, kernels: bool, page_size: int
     torch.testing.assert_close(tree.score_BN[0, 1:], expected["tree_scores"], **CLOSE)
 
 
-def extended(drafter: Eagle3TreeDrafter, expected: dict[str, Tensor], pages: int) -> tuple[FirstDraft, DraftView]:
+def extended(drafter: FeatureTreeDrafter, expected: dict[str, Tensor], pages: int) -> tuple[FirstDraft, DraftView]:
     """What the drafter makes of slot 2, whose prefix was verified in one round, beside an idle slot."""
     ids, slots = expected["token_ids"], torch.tensor([2, 0])
     n = len(ids) - 1
@@ -210,13 +210,13 @@ def test_rounds_of_the_reference(
     kernels: the head's pass as it runs on a GPU, each op by its definition.
     """
     if dtype == "kernels":
-        made = Eagle3Drafter.__init__
+        made = FeatureDrafter.__init__
 
-        def on_kernels(self: Eagle3Drafter, *args: Any, **options: Any) -> None:
+        def on_kernels(self: FeatureDrafter, *args: Any, **options: Any) -> None:
             made(self, *args, **{**options, "workspace": Workspace("cpu", floats=1 << 16)})
             assert self.fused is not None
 
-        monkeypatch.setattr(Eagle3Drafter, "__init__", on_kernels)
+        monkeypatch.setattr(FeatureDrafter, "__init__", on_kernels)
         dtype = "float32"
     case = json.loads((golden_dir / "e2e_eagle3" / "expected.json").read_text())
     with LLM(

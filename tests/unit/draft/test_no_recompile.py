@@ -18,7 +18,8 @@ from slipstream.draft.checkpoint import TensorTable
 from slipstream.draft.eagle3 import Eagle3Drafter
 from slipstream.draft.eagle3_config import parse_eagle3
 from slipstream.draft.eagle3_model import Eagle3Model, draft_ids
-from slipstream.draft.eagle3_tree import Eagle3TreeDrafter
+from slipstream.draft.feature import FeatureDrafter
+from slipstream.draft.feature_tree import FeatureTreeDrafter
 from slipstream.draft.protocol import Drafts, DraftView, TargetRows
 from slipstream.draft.tree import TreeShape
 from slipstream.kernels.workspace import Workspace
@@ -39,7 +40,7 @@ def no_trace_log() -> Iterator[None]:
     log.propagate = before
 
 
-def make(kind: str, levels: int = 3) -> Eagle3Drafter:
+def make(kind: str, levels: int = 3) -> FeatureDrafter:
     target = stand_in_target(hidden=H, vocab=V, layers=4)
     config = parse_eagle3(head_values(hidden=H, vocab=V, draft_vocab=24), target.config)
     table = TensorTable(head_tensors(hidden=H, vocab=V, draft_vocab=24, own_embedding=True))
@@ -52,10 +53,10 @@ def make(kind: str, levels: int = 3) -> Eagle3Drafter:
     options: dict[str, Any] = {"kv": kv, "max_len": 20, "workspace": Workspace("cpu", floats=1 << 16)}
     if kind == "chain":
         return Eagle3Drafter(head, max_drafts=2, **options)
-    return Eagle3TreeDrafter(head, shape=TreeShape(topk=3, levels=levels, total=8), max_drafts=7, **options)
+    return FeatureTreeDrafter(head, shape=TreeShape(topk=3, levels=levels, total=8), max_drafts=7, **options)
 
 
-def round_of(slots: int, drafter: Eagle3Drafter, hidden: bool) -> DraftView:
+def round_of(slots: int, drafter: FeatureDrafter, hidden: bool) -> DraftView:
     """The end of a frame in which every slot committed WIDTH rows."""
     slot_B, index_R = torch.arange(1, slots + 1), torch.arange(slots * WIDTH)
     committed_S = torch.full((SLOTS + 1,), 6)
@@ -77,7 +78,7 @@ def round_of(slots: int, drafter: Eagle3Drafter, hidden: bool) -> DraftView:
     )  # fmt: skip
 
 
-def traced_again(drafter: Eagle3Drafter, batches: Sequence[int], start_up: Sequence[int] = START_UP) -> int:
+def traced_again(drafter: FeatureDrafter, batches: Sequence[int], start_up: Sequence[int] = START_UP) -> int:
     """Traces after start-up, over rounds of `batches` slots; every second round has hidden states."""
     import torch.fx.experimental._config
     from torch._dynamo.testing import CompileCounter
@@ -106,7 +107,7 @@ def test_no_round_is_traced_again(kind: str) -> None:
     assert traced_again(make(kind), range(1, SLOTS + 1)) == 0
 
 
-def a_list_that_grows(drafter: Eagle3TreeDrafter) -> None:
+def a_list_that_grows(drafter: FeatureTreeDrafter) -> None:
     """Founding case 3: KV lengths of every step in a list."""
     feed, lengths = drafter._feed, list[Any]()
 
@@ -117,7 +118,7 @@ def a_list_that_grows(drafter: Eagle3TreeDrafter) -> None:
     drafter._feed = slow  # type: ignore[method-assign]
 
 
-def a_branch_on_the_step(drafter: Eagle3TreeDrafter) -> None:
+def a_branch_on_the_step(drafter: FeatureTreeDrafter) -> None:
     """Founding case 3: one function for the first and the later expansions, which asks how often it was called."""
     feed = drafter._feed
     steps = {"made": 0}
@@ -131,7 +132,7 @@ def a_branch_on_the_step(drafter: Eagle3TreeDrafter) -> None:
     drafter._feed = slow  # type: ignore[method-assign]
 
 
-def hidden_states_there_or_not(drafter: Eagle3TreeDrafter) -> None:
+def hidden_states_there_or_not(drafter: FeatureTreeDrafter) -> None:
     """Founding case 3: a step that looks whether there are hidden states."""
     extend = drafter.extend
 
@@ -143,8 +144,8 @@ def hidden_states_there_or_not(drafter: Eagle3TreeDrafter) -> None:
 
 
 @pytest.mark.parametrize("plant", [a_list_that_grows, a_branch_on_the_step, hidden_states_there_or_not])
-def test_the_original_form_is_seen(plant: Callable[[Eagle3TreeDrafter], None]) -> None:
+def test_the_original_form_is_seen(plant: Callable[[FeatureTreeDrafter], None]) -> None:
     drafter = make("tree", levels=2)
-    assert isinstance(drafter, Eagle3TreeDrafter)
+    assert isinstance(drafter, FeatureTreeDrafter)
     plant(drafter)
     assert traced_again(drafter, (3, 4), start_up=(2,)) > 0

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafting a tree (EAGLE-2: Li et al. 2024, arXiv 2406.16858, section 4).
+"""A head that drafts from features, drafting a tree (EAGLE-2: Li et al. 2024, arXiv 2406.16858, section 4).
 
 The verified rows give the first level. Each later pass feeds the `topk` best nodes of a level, which see the committed
 rows and their own ancestors; the best nodes of all levels are the drafts. A node's row is kept behind the committed
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from slipstream.attention.paged import RowGrid, cache_slots
 from slipstream.attention.protocol import AttentionContext, TreeSight
-from slipstream.draft.eagle3 import FIRST_CELL, Eagle3Drafter
-from slipstream.draft.eagle3_model import Eagle3Model, HeadOutput
+from slipstream.draft.feature import FIRST_CELL, FeatureDrafter, FeatureHead, HeadOutput
 from slipstream.draft.protocol import Drafts, DraftView, FirstDraft
 from slipstream.draft.tree import Level, TreeShape, expand, expand_root, rerank
 
@@ -37,17 +36,17 @@ class Frontier(NamedTuple):
     own_K: Tensor
 
 
-class Eagle3TreeDrafter(Eagle3Drafter):
-    """As Eagle3Drafter; `levels` passes of the head per round. Drafts are the likeliest nodes, never sampled."""
+class FeatureTreeDrafter(FeatureDrafter):
+    """As FeatureDrafter; `levels` passes of the head per round. Drafts are the likeliest nodes, never sampled."""
 
-    def __init__(self, model: Eagle3Model, *, shape: TreeShape, max_len: int, max_drafts: int, **options: Any) -> None:
-        """shape: of the trees; max_drafts: total - 1. The rest as in Eagle3Drafter."""
+    def __init__(self, model: FeatureHead, *, shape: TreeShape, max_len: int, max_drafts: int, **options: Any) -> None:
+        """shape: of the trees; max_drafts: total - 1. The rest as in FeatureDrafter."""
         super().__init__(model, max_len=max_len + shape.levels, max_drafts=max_drafts, **options)
         assert max_drafts == shape.total - 1, f"{max_drafts} drafts, a tree of {shape.total} nodes"
         self.shape, self.draft_vocab = shape, None
 
     def weight_bytes(self) -> int:
-        return self.shape.levels * self.model.pass_bytes() + self.model.fc.bytes()
+        return self.shape.levels * self.model.pass_bytes() + self.model.fuse_bytes()
 
     def extend(self, view: DraftView) -> FirstDraft:
         out = self._learn(view, logits=True)

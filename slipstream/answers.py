@@ -17,6 +17,8 @@ from slipstream.types import Request, SamplingParams, TokenEvent
 
 Prompt = str | Sequence[int]
 
+MAX_SALT = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
@@ -34,12 +36,34 @@ class Limits:
         return tuple(dict.fromkeys((*ends, *params.stop_token_ids)))
 
 
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """What a request asks of the engine beside its tokens.
+
+    priority: from -2**31 to 2**31 - 1; lower ones are admitted first and preempted last. cache_salt: it shares cached
+    prefixes only with requests of the same salt, of at most 256 characters. Raises InvalidRequestError.
+    """
+
+    priority: int = 0
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        if not -(2**31) <= self.priority < 2**31:
+            raise InvalidRequestError(f"priority={self.priority} must be from {-(2**31)} to {2**31 - 1}")
+        if len(self.cache_salt) > MAX_SALT:
+            raise InvalidRequestError(f"cache_salt has {len(self.cache_salt)} characters; the limit is {MAX_SALT}")
+
+
+USUAL = Service()
+
+
 class Prepared(NamedTuple):
     """A request that passed every check. text: None for a token-id prompt."""
 
     text: str | None
     ids: tuple[int, ...]
     params: SamplingParams
+    service: Service = USUAL
 
 
 class Receipt(NamedTuple):
@@ -58,7 +82,9 @@ def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
     return SamplingParams(**{k: generation_config[k] for k in names if generation_config.get(k) is not None})
 
 
-def prepare(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, limits: Limits) -> Prepared:
+def prepare(
+    prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, limits: Limits, service: Service = USUAL
+) -> Prepared:
     """Text to ids, and every check that can refuse the request. Raises InvalidRequestError with value and limit."""
     text = prompt if isinstance(prompt, str) else None
     ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
@@ -89,7 +115,7 @@ def prepare(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, limits
         raise InvalidRequestError(f"speculative={drafts}, but {why}; the limit is {engine}")
     if params.stop and not tokenizer.present:
         raise InvalidRequestError(f"stop={list(params.stop)!r} needs a tokenizer, and this model has none")
-    return Prepared(text, ids, params)
+    return Prepared(text, ids, params, service)
 
 
 @dataclass
@@ -124,7 +150,7 @@ class Answer:
             Request(
                 request_id=self.output.request_id, prompt_token_ids=request.ids, params=params, child=child, key=key,
                 stop_ids=limits.stop_ids(params), max_len=max_len, needs_ack=self.needs_ack,
-                num_drafts=params.num_drafts,
+                num_drafts=params.num_drafts, salt=request.service.cache_salt, priority=request.service.priority,
             )
             for child in range(params.n)
         ]  # fmt: skip

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.answers import Answer, Prepared, Prompt, default_params, prepare
+from slipstream.answers import USUAL, Answer, Prepared, Prompt, Service, default_params, prepare
 from slipstream.build import Built, build
 from slipstream.config import LLMConfig
 from slipstream.engine.loop import EngineCore
@@ -76,14 +76,21 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str = "",
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids), in one batch; results come in the order of the prompts.
 
-        All prompts are checked before any runs: a bad one raises InvalidRequestError and nothing is lost.
+        priority, one or one per prompt: lower ones are admitted first; cache_salt: cached prefixes are shared within
+        one salt only. All prompts are checked before any runs: a bad one raises InvalidRequestError, nothing is lost.
         """
         batch = _as_batch(prompts)
         each = _as_params(params, len(batch), self.default_sampling_params)
-        requests = [self._prepare(p, s) for p, s in zip(batch, each, strict=True)]
+        order = [priority] * len(batch) if isinstance(priority, int) else list(priority)
+        if len(order) != len(batch):
+            raise InvalidRequestError(f"{len(order)} priorities for {len(batch)} prompts; give one, or one per prompt")
+        services = [Service(priority=p, cache_salt=cache_salt) for p in order]
+        requests = [self._prepare(p, s, v) for p, s, v in zip(batch, each, services, strict=True)]
         ids: list[str] = []
         waiting: set[str] = set()
         done: dict[str, RequestOutput] = {}
@@ -188,20 +195,22 @@ class LLM:
 
     # -- one request ----------------------------------------------------------------------------------------
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+    def _prepare(self, prompt: Prompt, params: SamplingParams, service: Service = USUAL) -> Prepared:
         """Text to ids, and every check that can refuse the request."""
-        return prepare(prompt, params, self.tokenizer, self._built.limits)
+        return prepare(prompt, params, self.tokenizer, self._built.limits, service)
 
     def _submit(
         self,
         text: str | None,
         ids: tuple[int, ...],
         params: SamplingParams,
+        service: Service = USUAL,
         *,
         unread: deque[StreamChunk] | None = None,
         finished: deque[RequestOutput] | None = None,
     ) -> str:
-        request_id, request, limits = f"req-{next(self._ids)}", Prepared(text, ids, params), self._built.limits
+        request_id, limits = f"req-{next(self._ids)}", self._built.limits
+        request = Prepared(text, ids, params, service)
         answer = Answer.begin(request_id, request, self.tokenizer, limits)
         children = answer.requests(request, limits, request_key(params.seed))
         with self._turn:

@@ -181,6 +181,7 @@ class Request:
     max_len: most tokens the sequence may have, prompt included.
     needs_ack: the text side looks for stop strings; tokens count as returned only once acknowledged.
     salt: prefix-cache tenant; sequences share pages only within one salt.
+    priority: lower ones are admitted first and preempted last; equal ones in order of arrival.
     """
 
     request_id: str
@@ -193,6 +194,7 @@ class Request:
     num_drafts: int | None = None
     needs_ack: bool = False
     salt: str = ""
+    priority: int = 0
 
     @property
     def mode(self) -> VerifyMode:

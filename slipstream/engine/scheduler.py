@@ -1,7 +1,7 @@
 """What the next launch does: who decodes, whose prompt is read, who is admitted, who has to leave.
 
-First come, first served. All lengths here are upper bounds; a frame is only planned when pages cover the
-worst case. A slot without pages sits the frame out while the others run.
+First come, first served, among requests of equal priority. All lengths here are upper bounds; a frame is only
+planned when pages cover the worst case. A slot without pages sits the frame out while the others run.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class Scheduler:
         self.enqueue(seq)
 
     def enqueue(self, seq: Sequence) -> None:
-        """Into the queue by arrival; only a preempted sequence is not simply the last."""
+        """Into the queue by priority, then arrival; most often it is simply the last."""
         seq.state = State.WAITING
         at = len(self.waiting)
-        while at and self.waiting[at - 1].arrival > seq.arrival:
+        while at and self.waiting[at - 1].order > seq.order:
             at -= 1
         self.waiting.insert(at, seq)
 
@@ -337,7 +337,7 @@ class Scheduler:
         return sum(self.ledger.missing(s, s.soon) for s in self.running.values() if s.state is State.RUNNING)
 
     def _preempt(self) -> None:
-        """Send the most recently admitted away while free pages do not cover the worst case of all.
+        """Send the most recently admitted of the least urgent away while free pages do not cover the worst case of all.
 
         The last one stays: alone it always fits, once pages in flight have come back.
         """
@@ -348,7 +348,7 @@ class Scheduler:
             coming = sum(self.ledger.holding(s) for s in self.sequences.values() if _gives_back(s))
             if self._demand() <= self.ledger.room + self.ledger.coming + coming:
                 return
-            victim = stay[-1]
+            victim = max(reversed(stay), key=lambda s: s.request.priority)
             victim.state = State.LEAVING
             self.drop(victim)
             self.metrics.count("preemptions", 1)

@@ -68,6 +68,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.key: Key = (self.request.request_id, self.request.child)
+        self.order = (self.request.priority, self.arrival)
         self.max_len = self.request.max_len
         self.most_rows = 1 + self.num_drafts
         self.most_tokens = min(self.most_rows, 1 + (self.tree_depth or self.num_drafts))

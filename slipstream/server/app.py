@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from slipstream import __version__
-from slipstream.answers import Prepared, Prompt
+from slipstream.answers import Prepared, Prompt, Service
 from slipstream.errors import (
     EngineDeadError,
     InvalidRequestError,
@@ -69,7 +69,8 @@ class Server:
         if self.draining:
             raise HTTPException(503, "the server is shutting down")
         params = sampling(body, self.engine.defaults, limit)
-        prepared = await asyncio.to_thread(self._prepare, prompts, params)
+        service = Service(priority=body.priority, cache_salt=body.cache_salt)
+        prepared = await asyncio.to_thread(self._prepare, prompts, params, service)
         chat = isinstance(body, ChatBody)
         head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.state.request_id[4:]}",
@@ -86,8 +87,8 @@ class Server:
             return _json(error_body("an answer failed; others are not affected", "server_error"), 500)
         return _json(shape.whole(outputs))
 
-    def _prepare(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Prepared]:
-        return [self.engine.prepare(prompt, params) for prompt in prompts]
+    def _prepare(self, prompts: Sequence[Prompt], params: SamplingParams, service: Service) -> list[Prepared]:
+        return [self.engine.prepare(prompt, params, service) for prompt in prompts]
 
     def _conversation(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
         return self.engine.tokenizer.apply_chat_template(

@@ -22,7 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from slipstream.answers import Answer, Prepared, Prompt, default_params, prepare
+from slipstream.answers import USUAL, Answer, Prepared, Prompt, Service, default_params, prepare
 from slipstream.errors import ConfigError, EngineDeadError, InvalidRequestError, SlipstreamError
 from slipstream.outputs import RequestOutput, StreamChunk
 from slipstream.server.messages import (
@@ -185,9 +185,9 @@ class EngineClient:
         """Children that may run and wait at once."""
         return self.ready.max_slots + self.max_queue
 
-    def prepare(self, prompt: Prompt, params: SamplingParams) -> Prepared:
+    def prepare(self, prompt: Prompt, params: SamplingParams, service: Service = USUAL) -> Prepared:
         """See `answers.prepare`; safe in a thread."""
-        return prepare(prompt, params, self.tokenizer, self.ready.limits)
+        return prepare(prompt, params, self.tokenizer, self.ready.limits, service)
 
     def submit(self, prompts: Sequence[Prepared]) -> Flight:
         """Raises QueueFullError when there is no place, EngineDeadError, InvalidRequestError if there can be none."""

@@ -19,11 +19,11 @@ MAX_STOP_CHARS = 256
 MAX_IDS = 1 << 20
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,), "cache_salt": (), "chat_template": (),
+    "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,), "chat_template": (),
     "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,), "frequency_penalty": (0,),
     "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_decoding": (), "guided_grammar": (),
     "guided_json": (), "guided_regex": (), "logit_bias": ({},), "logits_processors": ([],), "logprobs": (False,),
-    "modalities": (["text"],), "prediction": (), "presence_penalty": (0,), "priority": (0,), "prompt_embeds": (),
+    "modalities": (["text"],), "prediction": (), "presence_penalty": (0,), "prompt_embeds": (),
     "prompt_logprobs": (), "reasoning_effort": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"), "store": (False,), "structured_outputs": (), "suffix": ("",),
     "tool_choice": ("none",), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (),
@@ -60,6 +60,8 @@ class _Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
+    priority: int = 0
+    cache_salt: str = ""
     user: str | None = None
 
 

@@ -92,6 +92,18 @@ def test_several_prompts_keep_their_order(server: RunningServer, llm: LLM) -> No
     assert [c["index"] for c in got["choices"]] == list(range(6))
 
 
+def test_a_salt_keeps_cached_prefixes_apart(server: RunningServer) -> None:
+    def cached(**fields: Any) -> int:
+        before = server.info()["engine"]["counters"].get("cached_prompt_tokens", 0)
+        server.post("/v1/completions", prompt=[7, 8, 9] * 30, max_tokens=2, **GREEDY, **fields)
+        return server.info()["engine"]["counters"]["cached_prompt_tokens"] - before
+
+    assert cached(cache_salt="one") == 0
+    assert cached(cache_salt="one", priority=-5) >= 64
+    assert cached(cache_salt="two") == cached() == 0
+    server.idle()
+
+
 def test_stop_strings_and_ids(server: RunningServer, llm: LLM) -> None:
     [whole] = llm.generate([PROMPT], SamplingParams(max_tokens=24, **GREEDY))
     ids = whole.outputs[0].token_ids
@@ -225,6 +237,8 @@ HOSTILE: list[tuple[bytes, str]] = [
     (json.dumps({"prompt": "w5 " * 600}).encode(), "600 tokens; the limit is 511"),
     (json.dumps({"prompt": ["w5"] * 3, "n": 128}).encode(), "384 answers; the limit is"),
     (b'{"prompt": "w5", "speculative": 9}', "speculative=9"),
+    (b'{"prompt": "w5", "priority": 2147483648}', "priority=2147483648"),
+    (json.dumps({"prompt": "w5", "cache_salt": "s" * 257}).encode(), "cache_salt has 257"),
     (b'{"prompt": "w5", "speculative": "on"}', "speculative='on'"),
     (b'{"prompt": "w5", "stream_options": {}}', "stream_options"),
     (b'{"prompt": "w5", "stream": true, "stream_options": {"x": 1}}', "stream_options"),

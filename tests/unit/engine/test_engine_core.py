@@ -366,3 +366,26 @@ def test_slots_are_stocked_together_while_pages_are_plenty(num_pages: int, stock
     else:
         assert len(appends) > 15 and all(n == 1 for plan in appends for n in plan), "page by page"
     engine.check_idle()
+
+
+def test_urgent_requests_are_admitted_first_and_preempted_last() -> None:
+    engine, device = make(max_slots=1)
+    for name, priority in (("first", 0), ("late", 5), ("usual", 0), ("urgent", -3), ("too", -3)):
+        engine.add(ask(name, priority=priority))
+    run(engine)
+    order = [admit.request.request_id for plan in device.plans for admit in plan.admits]
+    assert order == ["urgent", "too", "first", "usual", "late"]
+
+    engine, device = make(num_pages=13, max_slots=2)
+    events = []
+    for name, priority in (("b", 7), ("a", 1)):  # by age alone a would have to go
+        engine.add(ask(name, prompt=(ord(name), 2, 3), max_len=40, priority=priority))
+        events += engine.step()
+    events += run(engine)
+    dropped = {drop.generation for plan in device.plans for drop in plan.drops}
+    victims = [a.request.request_id for plan in device.plans for a in plan.admits if a.generation in dropped]
+    assert set(victims) == {"b"}
+    for name in "ab":
+        want = expected(ask(name, prompt=(ord(name), 2, 3), max_len=40), VOCAB)
+        assert text(events, name) == want[0]
+    engine.check_idle()

@@ -7,17 +7,20 @@ numbered, `Sequence.last_launch` is the epoch. Nothing depends on the order of w
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence as Seq
 
 from slipstream.config import EngineConfig
-from slipstream.engine.pages import PagePool, pages_for, pages_for_extension
+from slipstream.engine.pages import PagePool, pages_for
+from slipstream.engine.pools import Allocator, Pools
 from slipstream.engine.radix import RadixCache
 from slipstream.engine.sequence import Sequence
 
 
 class Ledger:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, followers: Seq[Allocator] = ()) -> None:
         self.config = config
         self.pool = PagePool(config.num_pages, config.page_size)
+        self.pools = Pools(self.pool, followers)
         self.radix = RadixCache(config.page_size)
         self.free_slots = list(range(1, config.max_slots + 1))
         self.collected = -1
@@ -59,7 +62,8 @@ class Ledger:
         start = len(shared) * page_size
         new = len(seq.tokens) + seq.overhang
         later = new if reserve is None else min(new, seq.request.max_len) + seq.overhang
-        if pages_for_extension([start], [later], page_size) > self.room - (reserve or 0):
+        count = self.pools.count([start], [new])
+        if count + pages_for(later, page_size) - pages_for(new, page_size) > self.room - (reserve or 0):
             self.radix.unlock(node)
             return False
         seq.restart(
@@ -67,8 +71,8 @@ class Ledger:
             rereads=self.config.rereads,
         )  # fmt: skip
         seq.shared = set(shared)
-        self.pool.open(seq.slot, shared, seq.request.max_len + seq.overhang)
-        self._extend([seq.slot], [start], [new])
+        self.pools.open(seq.slot, shared, seq.request.max_len + seq.overhang)
+        self._extend([seq.slot], [start], [new], count)
         self._measure(seq)
         return True
 
@@ -81,7 +85,7 @@ class Ledger:
         old = [s.covered for s in seqs]
         most = [s.max_len + s.overhang for s in seqs]
         new = [max(o, min(s.cover(r) + stock, m)) for o, s, r, m in zip(old, seqs, rows, most, strict=True)]
-        pages = self._extend(slots, old, new)
+        pages = self._extend(slots, old, new, self.pools.count(old, new))
         for s in seqs:
             self._measure(s)
         return [(o // self.config.page_size, p) for o, p in zip(old, pages, strict=True)]
@@ -112,7 +116,7 @@ class Ledger:
                 continue
             assert seq.node is not None
             self.radix.unlock(seq.node)
-            self.pool.free(p for p in self.pool.close(seq.slot) if p not in seq.shared)
+            self.pool.free(p for p in self.pools.close(seq.slot) if p not in seq.shared)
             heapq.heappush(self.free_slots, seq.slot)
             seq.node, seq.slot, seq.shared = None, 0, set()
         self._retired = waiting
@@ -123,6 +127,7 @@ class Ledger:
         for seq in (*holders, *self._retired):
             held += [p for p in self.pool.tables[seq.slot] if p not in seq.shared]
         self.pool.check(self.radix.pages(), held)
+        self.pools.check(bool(holders or self._retired))
         assert len(self.radix.pages()) == self.radix.num_pages, "the prefix cache miscounts its pages"
         slots = sorted([*self.free_slots, *(s.slot for s in (*holders, *self._retired))])
         assert slots == list(range(1, self.config.max_slots + 1)), f"slots leaked or doubled: {slots}"
@@ -131,11 +136,10 @@ class Ledger:
         """Tokens that a user has seen; only these may become a key of the cache."""
         return len(seq.request.prompt_token_ids) + seq.acked
 
-    def _extend(self, slots: list[int], old: list[int], new: list[int]) -> list[tuple[int, ...]]:
-        count = pages_for_extension(old, new, self.config.page_size)
+    def _extend(self, slots: list[int], old: list[int], new: list[int], count: int) -> list[tuple[int, ...]]:
         if count > self.pool.num_free:
             self.pool.free(self.radix.evict(count - self.pool.num_free))
-        return self.pool.extend(slots, old, new, count)
+        return self.pools.extend(slots, old, new, count)
 
     def _insert(self, seq: Sequence, tokens: tuple[int, ...], *, running: bool) -> None:
         if not self.config.prefix_cache:

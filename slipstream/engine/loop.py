@@ -34,7 +34,7 @@ from slipstream.types import FramePlan, FrameResult, Request, SpecStats, TokenEv
 
 
 class Device(Protocol):
-    """What the loop needs of a device. Launches run in order; at most run_ahead are uncollected."""
+    """What the loop needs of a device, which may have `allocators` of its own (pools.py). Launches run in order."""
 
     def launch(self, plan: FramePlan) -> None:
         """Enqueue: drops, admissions, page appends, then the decode frame, then the prefill chunk."""
@@ -50,7 +50,7 @@ class EngineCore:
         self.config = config
         self.device = device
         self.metrics = metrics if metrics is not None else Metrics()
-        self.scheduler = Scheduler(config, self.metrics)
+        self.scheduler = Scheduler(config, self.metrics, getattr(device, "allocators", ()))
         self.collector = Collector(self.scheduler, self.metrics)
         self._inbox: deque[Callable[[], TokenEvent | None]] = deque()
         self._next = self._in_flight = 0  # number of the next launch; launches not collected

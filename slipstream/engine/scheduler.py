@@ -7,6 +7,7 @@ planned when pages cover the worst case. A slot without pages sits the frame out
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from slipstream.config import EngineConfig
@@ -14,6 +15,7 @@ from slipstream.engine.adaptive import Adaptive
 from slipstream.engine.admission import check_request
 from slipstream.engine.ledger import Ledger
 from slipstream.engine.pages import pages_for
+from slipstream.engine.pools import Allocator
 from slipstream.engine.rows import choose_rows, chunk_rows, slot_bucket
 from slipstream.engine.sequence import Key, Sequence, State
 from slipstream.errors import InvalidRequestError
@@ -68,10 +70,10 @@ class Scheduler:
     slots are then stocked together, so that few launches carry pages: what goes up stands between two frames.
     """
 
-    def __init__(self, config: EngineConfig, metrics: Metrics) -> None:
+    def __init__(self, config: EngineConfig, metrics: Metrics, followers: Iterable[Allocator] = ()) -> None:
         self.config = config
         self.metrics = metrics
-        self.ledger = Ledger(config)
+        self.ledger = Ledger(config, tuple(followers))
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         """By slot, in order of admission; preempted ones stay until their last launch is collected."""

@@ -20,7 +20,7 @@ from slipstream.draft.detect import Head, load_head
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
 from slipstream.draft.tree import TreeShape
-from slipstream.errors import ConfigError, ModelLoadError
+from slipstream.errors import ConfigError, ModelLoadError, UnsupportedError
 from slipstream.memory.host import keep_large_temporaries
 from slipstream.memory.kv import KVPages
 from slipstream.models.loader import LoadedModel, load_model
@@ -61,6 +61,8 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         torch.set_num_threads(config.threads)
     loaded = _load(config, config.model, device)
     model = loaded.model
+    if model.config.delta_layers:
+        raise UnsupportedError(f"{model.config.architecture}: recurrent layers are not served yet")
     source = _tokenizer_source(config, loaded)
     tokenizer = Tokenizer.from_path(source)
     num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts

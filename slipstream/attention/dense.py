@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from slipstream.kernels.delta import DeltaInputs, DeltaWeights, delta_inputs, delta_scan
 
 
 class DenseCausal:
@@ -25,3 +28,11 @@ class DenseCausal:
         probs = scores.masked_fill(self.hidden_RR, float("-inf")).softmax(-1)
         out = torch.einsum("kgrs,skd->rkgd", probs, v_RKD.to(wide))
         return out.reshape(rows, heads, dim).to(q_RND.dtype)
+
+    def delta(self, layer: int, x_RX: Tensor, weights: DeltaWeights) -> Tensor:
+        """A recurrent layer over rows in order of position, from an empty state."""
+        del layer
+        inputs = DeltaInputs(*(x[0] for x in delta_inputs(F.pad(x_RX, (0, 0, weights.history, 0))[None], weights)))
+        start_NKV = x_RX.new_zeros(*inputs.v.shape[1:2], weights.key_dim, inputs.v.shape[2], dtype=inputs.v.dtype)
+        _, o_RNV = delta_scan(start_NKV, inputs)
+        return o_RNV.to(x_RX.dtype)

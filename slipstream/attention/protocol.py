@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from slipstream.kernels.delta import DeltaWeights
+
 
 class TreeSight(NamedTuple):
     """What rows of trees see instead of every position up to their own; int64 [R].
@@ -25,5 +27,16 @@ class AttentionContext(Protocol):
 
         q_RND [R, N, D]: rotated queries; k_RKD, v_RKD [R, K, D]: rotated keys and values (K kv heads).
         Returns o_RND [R, N, D] in q's dtype. Row r sees cache positions 0..position[r] of its own slot.
+        """
+        ...
+
+
+class DeltaContext(AttentionContext, Protocol):
+    """What a model with recurrent layers needs beside attention."""
+
+    def delta(self, layer: int, x_RX: Tensor, weights: DeltaWeights) -> Tensor:
+        """Inputs [R, X] of all rows through a recurrent layer, from the state of each row's own slot.
+
+        Returns o_RNV [R, N, dv] in x's dtype (N value heads). See kernels/delta.py.
         """
         ...

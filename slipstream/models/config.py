@@ -18,8 +18,48 @@ _BY_MODEL_TYPE = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
+_HYBRID = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM")
+FULL, DELTA = "full_attention", "linear_attention"
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Gated delta net layers (arXiv 2412.06464): heads and sizes of keys and values, taps of the convolution."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv: int
+
+    def __post_init__(self) -> None:
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim", "conv"):
+            if getattr(self, name) < 1:
+                raise ModelLoadError(f"model config: {name}={getattr(self, name)} of the delta layers must be above 0")
+        if self.value_heads % self.key_heads:
+            raise ModelLoadError(
+                f"model config: linear_num_value_heads={self.value_heads} is not a multiple of "
+                f"linear_num_key_heads={self.key_heads}"
+            )
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """What the convolution runs over: queries, keys, values."""
+        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +69,9 @@ class ModelConfig:
     Names are Hugging Face's. torch_dtype: the stored element type by name, None when the config is silent.
     qkv_bias, o_bias, mlp_bias: those projections add a bias. qk_norm: RMSNorm per head on q and k before
     RoPE. eos_ids: the ids that end a sequence, those of `generation_config` where it names any.
-    quantization: the checkpoint's `quantization_config`, or None.
+    quantization: the checkpoint's `quantization_config`, or None. prefix: of the decoder's tensors. norm_offset: added
+    to the stored gains of norms. output_gate: q_proj holds a gate beside each query. layer_types: FULL or DELTA of each
+    layer, empty where all are FULL. delta: the sizes of those. mtp_layers: prediction layers after the last one.
     """
 
     architecture: str
@@ -48,6 +90,12 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    prefix: str = "model."
+    norm_offset: float = 0.0
+    output_gate: bool = False
+    layer_types: tuple[str, ...] = ()
+    delta: DeltaConfig | None = None
+    mtp_layers: int = 0
     bos_token_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     torch_dtype: str | None = None
@@ -79,6 +127,17 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """The layers that keep keys and values, in order; a layer's place among them is its place in the cache."""
+        kinds = self.layer_types or (FULL,) * self.num_layers
+        return tuple(i for i, kind in enumerate(kinds) if kind == FULL)
+
+    @property
+    def delta_layers(self) -> tuple[int, ...]:
+        """The layers with a recurrent state, in order."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == DELTA)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -117,6 +176,7 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
         raise ModelLoadError("the model config is empty; it needs at least architectures and the layer sizes")
     generation = dict(generation or {})
     arch = architecture_of(values)
+    values = text_part(values)
     hidden = _int(values, "hidden_size")
     heads = _int(values, "num_attention_heads")
     max_positions = _int(values, "max_position_embeddings", 2048)
@@ -128,6 +188,11 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
             raise ModelLoadError(f"model config: hidden_size={hidden} is not a multiple of num_attention_heads={heads}")
         head_dim = hidden // heads
     attention_bias = bool(values.get("attention_bias", False))
+    hybrid = arch in _HYBRID
+    rope = parse_rope(values, head_dim, max_positions)
+    rope.turned(head_dim)
+    if rope.partial != 1.0 and not hybrid:
+        raise UnsupportedError(f"partial_rotary_factor={rope.partial} is not supported for {arch}; only 1.0 is")
     eos = generation.get("eos_token_id", values.get("eos_token_id"))
     bos = values.get("bos_token_id", generation.get("bos_token_id"))
     return ModelConfig(
@@ -140,13 +205,19 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
         head_dim=_whole("head_dim", head_dim),
         intermediate_size=_int(values, "intermediate_size"),
         rms_norm_eps=_float(values, "rms_norm_eps", 1e-6),
-        rope=parse_rope(values, head_dim, max_positions),
+        rope=rope,
         max_position_embeddings=max_positions,
         tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
         qkv_bias=True if arch == "Qwen2ForCausalLM" else attention_bias,
         o_bias=False if arch == "Qwen2ForCausalLM" else attention_bias,
         mlp_bias=arch == "LlamaForCausalLM" and bool(values.get("mlp_bias", False)),
-        qk_norm=arch == "Qwen3ForCausalLM",
+        qk_norm=hybrid or arch == "Qwen3ForCausalLM",
+        prefix="model.language_model." if arch.endswith("ForConditionalGeneration") else "model.",
+        norm_offset=1.0 if hybrid else 0.0,
+        output_gate=hybrid and bool(values.get("attn_output_gate", True)),
+        layer_types=_layer_types(values) if hybrid else (),
+        delta=_delta(values) if hybrid else None,
+        mtp_layers=_int(values, "mtp_num_hidden_layers", 0),
         bos_token_id=bos if isinstance(bos, int) else None,
         eos_ids=_ids(eos),
         torch_dtype=_dtype_name(values),
@@ -164,6 +235,44 @@ def architecture_of(values: Mapping[str, Any]) -> str:
     if isinstance(kind, str) and kind:
         return _BY_MODEL_TYPE.get(kind, kind)
     raise ModelLoadError("the model config names no architecture: it has neither architectures nor model_type")
+
+
+def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values of the language model in a `config.json` that describes an encoder beside it."""
+    part = values.get("text_config")
+    if part is None:
+        return values
+    if not isinstance(part, Mapping):
+        raise ModelLoadError(f"model config: text_config={part!r} must be an object")
+    shared = ("tie_word_embeddings", "quantization_config", "eos_token_id", "bos_token_id", "dtype", "torch_dtype")
+    return {**{name: values[name] for name in shared if name in values}, **part}
+
+
+def _layer_types(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kind of each layer; without a list every `full_attention_interval`-th is full attention."""
+    layers = _int(values, "num_hidden_layers")
+    kinds = values.get("layer_types")
+    if kinds is None:
+        every = _int(values, "full_attention_interval", 4)
+        if every < 1:
+            raise ModelLoadError(f"model config: full_attention_interval={every} must be above 0")
+        return tuple(DELTA if (i + 1) % every else FULL for i in range(layers))
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(k, str) for k in kinds):
+        raise ModelLoadError(f"model config: layer_types must name a kind for each of the {layers} layers")
+    for kind in kinds:
+        if kind not in (FULL, DELTA):
+            raise UnsupportedError(f"layer_types has {kind!r}; the known kinds are {FULL!r} and {DELTA!r}")
+    return tuple(kinds)
+
+
+def _delta(values: Mapping[str, Any]) -> DeltaConfig:
+    return DeltaConfig(
+        key_heads=_int(values, "linear_num_key_heads"),
+        value_heads=_int(values, "linear_num_value_heads"),
+        key_dim=_int(values, "linear_key_head_dim"),
+        value_dim=_int(values, "linear_value_head_dim"),
+        conv=_int(values, "linear_conv_kernel_dim", 4),
+    )
 
 
 def _check_activation(values: Mapping[str, Any]) -> None:

@@ -27,19 +27,23 @@ class Block(Protocol):
 
 
 class Decoder:
-    """A `protocol.Model` whose layers are all of one block class, which each architecture's file supplies."""
+    """A `protocol.Model` whose layers are all of one block class, which each architecture's file supplies.
+
+    unused: prefixes of tensors in a checkpoint that belong to other parts of the model than this one.
+    """
 
     block: ClassVar[type[Block]]
+    unused: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ModelConfig, weights: WeightBuilder) -> None:
         self.config: ModelConfig = config
         self.device: torch.device = weights.device
         self.dtype: torch.dtype = weights.dtype
-        self.embed = weights.embedding(
-            "model.embed_tokens.weight", config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings
-        )
+        table = config.prefix + "embed_tokens.weight"
+        self.embed = weights.embedding(table, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings)
         self.blocks = [self.block(config, weights, i) for i in range(config.num_layers)]
-        self.norm = weights.norm("model.norm.weight", config.hidden_size, config.rms_norm_eps)
+        norm = config.prefix + "norm.weight"
+        self.norm = weights.norm(norm, config.hidden_size, config.rms_norm_eps, config.norm_offset)
         self.head: Linear
         if config.tie_word_embeddings:
             self.head = self.embed.as_head()

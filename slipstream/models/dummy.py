@@ -41,10 +41,20 @@ class DummyTensors(DenseSource):
 
 
 class DummyWeights(DummyTensors):
-    """The tensors that a model of this config has."""
+    """The tensors that a model of this config has.
+
+    Gains are around 1 with the config's norm_offset; decay rates of delta layers, exp(A_log), from 0.03 to 0.6.
+    """
 
     def __init__(self, config: ModelConfig, *, seed: int, device: torch.device) -> None:
         super().__init__(_shapes(config), seed=seed, device=device)
+        self._offset = config.norm_offset
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        value = super().read(name, start, stop)
+        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+            return value.sub_(self._offset)
+        return value.mul_(1.5 / math.sqrt(3.0 / 100)).sub_(2.0) if name.endswith("A_log") else value
 
 
 def uniform_noise(start: int, stop: int, key: int, device: torch.device) -> Tensor:
@@ -61,27 +71,42 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the supported architectures, from the config's flags."""
     h, f = c.hidden_size, c.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (c.vocab_size, h),
-        "model.norm.weight": (h,),
+        c.prefix + "embed_tokens.weight": (c.vocab_size, h),
+        c.prefix + "norm.weight": (h,),
     }
     if not c.tie_word_embeddings:
         shapes["lm_head.weight"] = (c.vocab_size, h)
-    linears = (
-        ("self_attn.q_proj", c.q_size, h, c.qkv_bias),
-        ("self_attn.k_proj", c.kv_size, h, c.qkv_bias),
-        ("self_attn.v_proj", c.kv_size, h, c.qkv_bias),
-        ("self_attn.o_proj", h, c.q_size, c.o_bias),
+    mlp = (
         ("mlp.gate_proj", f, h, c.mlp_bias),
         ("mlp.up_proj", f, h, c.mlp_bias),
         ("mlp.down_proj", h, f, c.mlp_bias),
     )
+    attention = (
+        ("self_attn.q_proj", c.q_size * (2 if c.output_gate else 1), h, c.qkv_bias),
+        ("self_attn.k_proj", c.kv_size, h, c.qkv_bias),
+        ("self_attn.v_proj", c.kv_size, h, c.qkv_bias),
+        ("self_attn.o_proj", h, c.q_size, c.o_bias),
+    )
     for i in range(c.num_layers):
-        p = f"model.layers.{i}."
+        p = f"{c.prefix}layers.{i}."
         shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (h,)
-        for name, rows, columns, bias in linears:
+        full = i in c.kv_layers
+        for name, rows, columns, bias in (*mlp, *(attention if full else _delta_linears(c))):
             shapes[f"{p}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{p}{name}.bias"] = (rows,)
-        if c.qk_norm:
+        if full and c.qk_norm:
             shapes[p + "self_attn.q_norm.weight"] = shapes[p + "self_attn.k_norm.weight"] = (c.head_dim,)
+        if not full and c.delta is not None:
+            p += "linear_attn."
+            shapes[p + "conv1d.weight"] = (c.delta.channels, 1, c.delta.conv)
+            shapes[p + "A_log"] = shapes[p + "dt_bias"] = (c.delta.value_heads,)
+            shapes[p + "norm.weight"] = (c.delta.value_dim,)
     return shapes
+
+
+def _delta_linears(c: ModelConfig) -> tuple[tuple[str, int, int, bool], ...]:
+    assert c.delta is not None
+    d, h, p = c.delta, c.hidden_size, "linear_attn."
+    rows = {"qkv": d.channels, "a": d.value_heads, "b": d.value_heads, "z": d.values}
+    return (*((f"{p}in_proj_{x}", n, h, False) for x, n in rows.items()), (p + "out_proj", h, d.values, False))

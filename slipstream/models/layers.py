@@ -17,11 +17,14 @@ class RMSNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
+        """weight [D]: of x's dtype, or float32 beside a narrower x."""
         self.weight, self.eps, self._size = weight, eps, weight.shape[0]
         mirrored = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         self._weight_twice = torch.cat((weight, weight)) if mirrored else None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != self.weight.dtype:
+            return F.rms_norm(x.to(self.weight.dtype), (self._size,), self.weight, self.eps).to(x.dtype)
         if self._weight_twice is None:
             return F.rms_norm(x, (self._size,), self.weight, self.eps)
         both = torch.cat((x, -x), -1)

@@ -151,7 +151,11 @@ def _load_folder(
     check_memory(source, config, wanted, device, memory_bytes)
     weights = WeightBuilder(source, device=device, dtype=DTYPES[wanted])
     model = cls(config, weights)
-    weights.finish((*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED)
+    unused = getattr(cls, "unused", ())
+    weights.finish((*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED, unused)
+    aside = [part for part in unused if any(name.startswith(part) for name in source.names())]
+    if aside:
+        notes.append(f"tensors of other parts of the checkpoint are left aside: {', '.join(p + '*' for p in aside)}")
     has_tokenizer = (folder / _TOKENIZER_FILES[0]).is_file()
     return LoadedModel(
         model=model,

@@ -16,6 +16,8 @@ MODELS: dict[str, str] = {
     "MistralForCausalLM": "slipstream.models.llama:Llama",
     "Qwen2ForCausalLM": "slipstream.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "slipstream.models.qwen3:Qwen3",
+    "Qwen3_5ForCausalLM": "slipstream.models.qwen3_5:Qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "slipstream.models.qwen3_5:Qwen3_5",
 }
 
 

@@ -23,6 +23,7 @@ class RopeConfig:
     original_max_position: the scaling's parameters (llama3: Llama 3.1 release; yarn: arXiv 2309.00071).
     attention_factor: both tables are multiplied by it (yarn), None for the formula's own value.
     divisors: one per frequency, divides it on top of all else (GGUF `rope_freqs`), or empty.
+    partial: the share of a head's dimensions that turn, its first ones; the others pass as they are.
     """
 
     theta: float = 10000.0
@@ -36,6 +37,17 @@ class RopeConfig:
     beta_slow: float = 1.0
     truncate: bool = True
     divisors: tuple[float, ...] = ()
+    partial: float = 1.0
+
+    def turned(self, head_dim: int) -> int:
+        """How many of a head's dimensions turn. ModelLoadError when they are no pairs."""
+        turned = int(head_dim * self.partial)
+        if not 0 < turned <= head_dim or turned % 2:
+            raise ModelLoadError(
+                f"model config: partial_rotary_factor={self.partial} of head_dim={head_dim} turns {turned} dimensions; "
+                f"it must be an even number of at most {head_dim}"
+            )
+        return turned
 
 
 def parse_rope(values: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
@@ -46,12 +58,13 @@ def parse_rope(values: Mapping[str, Any], head_dim: int, max_positions: int) -> 
     theta = _number("rope_theta", params.get("rope_theta", values.get("rope_theta", 10000.0)))
     kind = params.get("rope_type", params.get("type", "default"))
     partial = params.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise UnsupportedError(f"partial_rotary_factor={partial} is not supported; only 1.0 is")
+    partial = _number("partial_rotary_factor", partial)
     if kind not in KINDS:
         raise UnsupportedError(f"rope scaling {kind!r} is not supported; the known ones are {', '.join(KINDS)}")
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, partial=partial)
+    if partial != 1.0:
+        raise UnsupportedError(f"partial_rotary_factor={partial} is not supported together with rope scaling {kind!r}")
     if "factor" not in params:
         raise ModelLoadError(f"model config: rope scaling {kind!r} lacks 'factor'")
     factor = _number("rope factor", params["factor"])
@@ -95,12 +108,13 @@ def _number(name: str, value: Any) -> float:
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, float]:
-    """Angle per position of each of the head_dim/2 pairs [D/2], and the factor on both tables.
+    """Angle per position of each of the pairs that turn, [D/2] of them or fewer, and the factor on both tables.
 
     float32 repeats the arithmetic of the reference implementations, which round the frequencies there;
     a float64 model uses the same float32 frequencies so that both agree on what the angle is.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(dtype) / head_dim
+    turned = rope.turned(head_dim)
+    exponent = torch.arange(0, turned, 2, dtype=torch.int64).to(dtype) / turned
     inv = 1.0 / (rope.theta**exponent)
     attention = 1.0
     if rope.kind == "linear":
@@ -111,7 +125,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, dtype: torch.dtype = to
         inv = _yarn(inv, rope, head_dim)
         attention = rope.attention_factor or (0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0)
     if rope.divisors:
-        if len(rope.divisors) != head_dim // 2:
+        if len(rope.divisors) != turned // 2:
             raise ModelLoadError(f"rope_freqs has {len(rope.divisors)} values; head_dim={head_dim} needs half of it")
         inv = inv / torch.tensor(rope.divisors, dtype=dtype)
     return inv, attention
@@ -148,8 +162,8 @@ def _yarn(inv: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
 class RotaryTable:
     """Cosines and signed sines of every position, computed once.
 
-    table [max_positions, 2, 1, D]: [:, 0] is (cos, cos), [:, 1] is (-sin, sin), so that rotating a head x is
-    x * cos + roll(x, D/2) * sin: two kernels, and no slices.
+    table [max_positions, 2, 1, T]: [:, 0] is (cos, cos), [:, 1] is (-sin, sin), so that rotating a head x is
+    x * cos + roll(x, T/2) * sin: two kernels, and no slices where all of a head turns (T = D).
     """
 
     def __init__(
@@ -160,14 +174,18 @@ class RotaryTable:
         angles = torch.outer(torch.arange(max_positions, dtype=exact), inv.to(exact))
         cos, sin = angles.cos() * attention, angles.sin() * attention
         table = torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1)
-        self._half = head_dim // 2
+        self._turned = rope.turned(head_dim)
+        self._half, self._all = self._turned // 2, self._turned == head_dim
         self._last = max_positions - 1
         self.table = table.unsqueeze(2).to(device=device, dtype=dtype)
 
     def at(self, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [R, 1, D] of the rows; positions beyond the table take its last row."""
+        """cos, sin [R, 1, T] of the rows; positions beyond the table take its last row."""
         rows = self.table[positions_R.clamp(0, self._last)]
         return rows[:, 0], rows[:, 1]
 
     def rotate(self, x_RND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return torch.addcmul(x_RND * cos, x_RND.roll(self._half, -1), sin)
+        if self._all:
+            return torch.addcmul(x_RND * cos, x_RND.roll(self._half, -1), sin)
+        turning, rest = x_RND[..., : self._turned], x_RND[..., self._turned :]
+        return torch.cat((torch.addcmul(turning * cos, turning.roll(self._half, -1), sin), rest), -1)

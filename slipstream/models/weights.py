@@ -45,6 +45,11 @@ class DenseSource:
         raise AssertionError(f"{name} is not packed")
 
 
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: what sums, gates and states are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 class WeightBuilder:
     """Hands a model its layers, in its dtype and on its device, and checks that names and shapes fit.
 
@@ -63,8 +68,14 @@ class WeightBuilder:
         self._check(name, (size,))
         return self._dense([name], (size,))
 
-    def norm(self, name: str, size: int, eps: float) -> RMSNorm:
-        return RMSNorm(self.vector(name, size), eps)
+    def wide(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A small tensor [shape] in float32, or float64 in a float64 model: what the model's dtype would round."""
+        self._check(name, shape)
+        return self.source.read(name, 0, shape[0]).to(device=self.device, dtype=wide_dtype(self.dtype))
+
+    def norm(self, name: str, size: int, eps: float, offset: float = 0.0) -> RMSNorm:
+        """offset: added to the stored gain, which is then kept wide, as 1 + w of a small w would be rounded."""
+        return RMSNorm(self.wide(name, (size,)) + offset if offset else self.vector(name, size), eps)
 
     def embedding(self, name: str, rows: int, columns: int, *, tied: bool) -> Embedding | PackedEmbedding:
         """The input embedding; `tied`: `as_head` will be asked for, so an 8-bit table may stay packed."""
@@ -111,9 +122,11 @@ class WeightBuilder:
                 parts.append(Dense(self._dense([name], (n, columns)), part_bias))
         return Columns(parts)
 
-    def finish(self, ignore: Sequence[str] = ()) -> None:
-        """ModelLoadError when tensors are left that no layer asked for; `ignore`: suffixes that may be."""
-        extra = sorted(n for n in self._names - self._read if not n.endswith(tuple(ignore)))
+    def finish(self, ignore: Sequence[str] = (), parts: Sequence[str] = ()) -> None:
+        """ModelLoadError when tensors are left that no layer asked for; `ignore`: suffixes, `parts`: prefixes that
+        may be."""
+        left = self._names - self._read
+        extra = sorted(n for n in left if not n.endswith(tuple(ignore)) and not n.startswith(tuple(parts)))
         if extra:
             shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
             raise ModelLoadError(f"the checkpoint has tensors that the model does not: {shown}")

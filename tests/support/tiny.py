@@ -17,11 +17,25 @@ _ARCHITECTURES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+}
+HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "full_attention_interval": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 
 
 def tiny_values(arch: str = "llama", **changes: Any) -> dict[str, Any]:
-    """Values of a `config.json`: 2 layers, hidden size 32, vocabulary 96, 512 positions, then `changes`."""
+    """Values of a `config.json`: 2 layers, hidden size 32, vocabulary 96, 512 positions, then `changes`.
+
+    Hybrids: a delta layer, full attention, a delta layer.
+    """
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[arch]],
         "model_type": arch,
@@ -41,7 +55,7 @@ def tiny_values(arch: str = "llama", **changes: Any) -> dict[str, Any]:
         "eos_token_id": 2,
         "torch_dtype": "float32",
     }
-    values.update(changes)
+    values |= (HYBRID if arch == "qwen3_5_text" else {}) | changes
     return values
 
 
@@ -54,7 +68,7 @@ def tiny_weights(config: ModelConfig, *, seed: int = 0, spread: float = 2.0) -> 
     model are far enough apart for greedy comparisons."""
     source = DummyWeights(config, seed=seed, device=torch.device("cpu"))
     tensors = {name: source.read(name, 0, source.shape(name)[0]) for name in sorted(source.names())}
-    return {n: t if n.endswith("norm.weight") else t * spread for n, t in tensors.items()}
+    return {n: t if n.endswith(("norm.weight", "A_log")) else t * spread for n, t in tensors.items()}
 
 
 def write_tiny_checkpoint(

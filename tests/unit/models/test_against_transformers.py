@@ -35,6 +35,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}),
     ("qwen3", {}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("qwen3_5_text", {}),
+    ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
 ]
 
 

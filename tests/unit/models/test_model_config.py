@@ -30,6 +30,44 @@ def test_architecture_sets_biases_and_norms() -> None:
     assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
 
 
+def test_hybrid_layers_are_read() -> None:
+    c = parse_hf_config(tiny_values("qwen3_5_text"))
+    assert c.layer_types == ("linear_attention", "full_attention", "linear_attention")
+    assert (c.kv_layers, c.delta_layers) == ((1,), (0, 2))
+    assert c.delta is not None and (c.delta.channels, c.delta.keys, c.delta.values) == (56, 16, 24)
+    assert (c.norm_offset, c.output_gate, c.qk_norm, c.rope.partial) == (1.0, True, True, 0.5)
+    plain = parse_hf_config(tiny_values("llama"))
+    assert (plain.kv_layers, plain.delta_layers, plain.prefix) == ((0, 1), (), "model.")
+
+
+def test_the_text_part_of_a_config_with_encoders() -> None:
+    text = tiny_values("qwen3_5_text")
+    del text["tie_word_embeddings"], text["architectures"]
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": True, "text_config": text}
+    c = parse_hf_config(outer)
+    assert (c.prefix, c.tie_word_embeddings, c.hidden_size) == ("model.language_model.", True, 32)
+    with pytest.raises(ModelLoadError, match="text_config="):
+        parse_hf_config({**outer, "text_config": 3})
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"layer_types": ["full_attention"]}, "layer_types"),
+        ({"layer_types": ["full_attention", "mamba", "full_attention"]}, "'mamba'"),
+        ({"full_attention_interval": 0}, "full_attention_interval=0"),
+        ({"linear_num_key_heads": 3}, "linear_num_key_heads=3"),
+        ({"linear_key_head_dim": None}, "linear_key_head_dim"),
+        ({"linear_value_head_dim": 0}, "value_dim=0"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor=0.2"),
+    ],
+)
+def test_senseless_hybrids_are_named(changes: dict[str, Any], shown: str) -> None:
+    with pytest.raises(SlipstreamError) as e:
+        parse_hf_config(tiny_values("qwen3_5_text", **changes))
+    assert shown in str(e.value)
+
+
 def test_defaults_follow_from_other_values() -> None:
     values = tiny_values("llama")
     for name in ("head_dim", "num_key_value_heads", "architectures", "torch_dtype"):

@@ -84,3 +84,17 @@ def test_positions_clamp_at_the_end_of_the_table() -> None:
     assert torch.equal(cos[1], cos[0])
     assert torch.equal(sin[2], sin[0])
     assert torch.equal(cos[3], torch.ones_like(cos[3]))
+
+
+def test_a_part_of_a_head_turns() -> None:
+    whole = RotaryTable(RopeConfig(theta=100.0), 4, 16, device=CPU, dtype=torch.float64)
+    part = RotaryTable(RopeConfig(theta=100.0, partial=0.5), 8, 16, device=CPU, dtype=torch.float64)
+    x = torch.randn(3, 2, 8, dtype=torch.float64)
+    rows = torch.tensor([0, 5, 11])
+    y = part.rotate(x, *part.at(rows))
+    assert torch.equal(y[..., :4], whole.rotate(x[..., :4], *whole.at(rows)))
+    assert torch.equal(y[..., 4:], x[..., 4:])
+    assert RopeConfig(partial=0.25).turned(32) == 8
+    for partial in (0.1, 1.5):
+        with pytest.raises(ModelLoadError, match=f"partial_rotary_factor={partial}"):
+            RopeConfig(partial=partial).turned(12)

@@ -34,7 +34,7 @@ from slipstream.models.dummy import DummyWeights
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
-from slipstream.types import VerifyMode
+from slipstream.types import Stages, VerifyMode
 
 TARGET = (
     "stream_gemm", "paged_attention", "residual_norm", "argmax_finish",
@@ -165,7 +165,8 @@ def main() -> int:
                     layers=args.layers, slots=slots, drafts=drafts, synthetic=synthetic, vocab=args.vocab
                 )  # fmt: skip
                 ask(frame.state, **wants)
-                found = kernels_of_replay(frame, Shape(slots=slots, width=drafts + 1, full=full, drafts=drafts))
+                stages = Stages.SAMPLED if full else Stages.GREEDY
+                found = kernels_of_replay(frame, Shape(slots=slots, width=drafts + 1, stages=stages, drafts=drafts))
                 outside = [(n, t) for n, t in found if not any(mark in n for mark in TARGET)]
                 line: dict[str, Any] = {
                     "slots": slots, "drafts": drafts, "synthetic": synthetic, "sampled": full, "asks": name,

@@ -95,6 +95,9 @@ def prepare(
     for i in params.stop_token_ids:
         if i >= vocab:
             raise InvalidRequestError(f"stop token id {i} must be below the vocabulary size {vocab}")
+    for i in params.logit_bias or ():
+        if i >= vocab:
+            raise InvalidRequestError(f"logit_bias token id {i} must be below the vocabulary size {vocab}")
     if not ids:
         raise InvalidRequestError("the prompt is empty; it needs at least one token")
     if len(ids) >= context:

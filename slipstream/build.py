@@ -133,6 +133,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         "draft_tree": None if shape is None else asdict(shape),
         "weights": loaded.weights,
         "kv_bytes": kv.nbytes,
+        "sampling_bytes": frame.logit_stages.nbytes,
         "capture": None if report is None else asdict(report),
         **{f: getattr(engine, f) for f in engine.__dataclass_fields__},
     }

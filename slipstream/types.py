@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -32,11 +32,10 @@ MAX_DRAFTS = 31
 MAX_TREE_NODES = 64
 """Most nodes of a draft tree, the root included: its rows see one another by the bits of an int64."""
 
+MAX_LOGIT_BIAS = 300
+"""Token ids that a request may bias: the width of a table on the device, one row per slot."""
+
 _NOT_BUILT: dict[str, Any] = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": None,
     "logprobs": None,
     "prompt_logprobs": None,
     "bad_words": None,
@@ -54,7 +53,10 @@ class SamplingParams:
 
     temperature 0 is greedy. `seed` makes the output reproducible: it is then the same for every
     drafter, batch, number of drafts and run-ahead. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
-    Filters apply in the order min-p, top-k, top-p, each on the renormalised rest.
+    Filters apply in the order min-p, top-k, top-p, each on the renormalised rest. Before the temperature, in this
+    order: repetition_penalty divides positive and multiplies other logits of tokens that stand in the prompt or the
+    output; frequency_penalty is taken off once per time that a token stands in the output, presence_penalty once if it
+    does; logit_bias (at most MAX_LOGIT_BIAS ids) is added. All of it holds for greedy requests too.
     speculative: most drafts per round for this request, "off" (or 0) for none; None: as many as the engine makes. It
     decides speed only.
 
@@ -75,11 +77,11 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     speculative: int | str | None = None
-    # Known from other engines, refused by name until they are built.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Any = None
+    logit_bias: Mapping[Any, float] | None = None
+    # Known from other engines, refused by name until they are built.
     logprobs: Any = None
     prompt_logprobs: Any = None
     bad_words: Any = None
@@ -98,6 +100,10 @@ class SamplingParams:
         _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _whole("top_k", self.top_k, -1, 2**31 - 1)
         _real("min_p", self.min_p, 0.0, 1.0)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
@@ -124,6 +130,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def penalized(self) -> bool:
+        """Whether what has been said counts: some penalty is on."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def num_drafts(self) -> int | None:
@@ -154,6 +165,23 @@ def _real(name: str, value: object, low: float, high: float, *, open_low: bool =
     if math.isnan(x) or not low <= x <= high or (open_low and x == low):
         edge = "above" if open_low else "at least"
         raise InvalidRequestError(f"{name}={value} must be {edge} {low:g} and at most {high:g}")
+
+
+def _biases(given: Any) -> dict[int, float] | None:
+    """Token id -> bias; ids as text, as JSON has them, become numbers."""
+    if given is None:
+        return None
+    if not isinstance(given, Mapping):
+        raise InvalidRequestError(f"logit_bias of type {type(given).__name__} must map token ids to numbers")
+    if len(given) > MAX_LOGIT_BIAS:
+        raise InvalidRequestError(f"logit_bias has {len(given)} entries; the limit is {MAX_LOGIT_BIAS}")
+    biases: dict[int, float] = {}
+    for key, value in given.items():
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
+        _whole("logit_bias token id", token, 0, 2**31 - 1)
+        _real(f"logit_bias[{token}]", value, -100.0, 100.0)
+        biases[int(token)] = float(value)
+    return biases or None
 
 
 class VerifyMode(enum.IntEnum):
@@ -261,6 +289,7 @@ class FramePlan(NamedTuple):
     catch_up: before it, the drafter reads what its slots have committed in frames without drafting.
     sampled / filtered: some decode or prefill-last slot is not greedy / uses top-k, top-p or min-p.
     rejection / coupled: some slot uses that verification mode. min_tokens: some slot bans stop ids.
+    penalties / biases: some slot has a penalty, a logit_bias.
     """
 
     seq: int
@@ -284,6 +313,31 @@ class FramePlan(NamedTuple):
     rejection: bool = False
     coupled: bool = False
     min_tokens: bool = False
+    penalties: bool = False
+    biases: bool = False
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether logits are changed between the target and the temperature, in greedy rows too."""
+        return self.penalties or self.biases
+
+    @property
+    def stages(self) -> Stages:
+        if self.adjusted:
+            return Stages.ALL
+        return Stages.SAMPLED if self.sampled or self.min_tokens else Stages.GREEDY
+
+
+class Stages(enum.IntEnum):
+    """Which stages a frame needs between the target's last layer and the record; each kind is captured by itself.
+
+    GREEDY: an argmax per row. SAMPLED: temperature, filters, the ban on stop ids, the race. ALL: with what only some
+    requests ask for too, see device/logits.py.
+    """
+
+    GREEDY = 0
+    SAMPLED = 1
+    ALL = 2
 
 
 IntArray = npt.NDArray[np.int64]

@@ -77,6 +77,7 @@ class ControlWriter:
             ("committed", n - 1),
             ("max_len", request.max_len),
             ("min_len", len(request.prompt_token_ids) + params.min_tokens),
+            ("prompt_len", len(request.prompt_token_ids)),
             ("draft_count", 0),
             ("max_drafts", drafts),
             ("behind", 0),
@@ -87,8 +88,15 @@ class ControlWriter:
             ("temperature", bits(0.0 if params.greedy else max(params.temperature, MIN_TEMPERATURE))),
             ("top_p", bits(params.top_p)),
             ("min_p", bits(params.min_p)),
+            ("repetition", bits(params.repetition_penalty)),
+            ("presence", bits(params.presence_penalty)),
+            ("frequency", bits(params.frequency_penalty)),
+            ("bias_count", len(params.logit_bias or ())),
         ):
             self._put(name, a.slot, (value,))
+        if params.logit_bias:
+            self._put("bias_id", a.slot, tuple(params.logit_bias))
+            self._put("bias_value", a.slot, [bits(x) for x in params.logit_bias.values()])
         self._put("stop_ids", a.slot, (*request.stop_ids, *(-1,) * (self.stride["stop_ids"] - len(request.stop_ids))))
         self._put("history", a.slot, a.tokens)
         self._put("table", a.slot, (*a.pages, *(0,) * (self.stride["table"] - len(a.pages))))

@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
 from slipstream.attention.protocol import AttentionContext, TreeSight
 from slipstream.device.catch_up import CatchUp
+from slipstream.device.logits import LogitStages
 from slipstream.device.state import SlotState
 from slipstream.device.tree import compact, judge, judge_greedy, path_rows, place_rows, plant
 from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView, TargetRows
@@ -25,7 +26,7 @@ from slipstream.kernels.sample import argmax_rows, race_rows, row_threshold
 from slipstream.memory.kv import KVPages
 from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
-from slipstream.types import FramePlan
+from slipstream.types import FramePlan, Stages
 from slipstream.verify import DenseQ, OneHot, VerifyRows, verify
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ class Frame:
         self.taps = drafter.taps if drafter is not None else ()
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.laws = state.laws() if self.kernels else None
+        self.logit_stages = LogitStages(state, model.config.vocab_size)
         self.heads_per_kv = model.config.num_heads // model.config.num_kv_heads
 
     def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:
@@ -117,6 +119,7 @@ class Frame:
         """
         rows = pack_rows(self.state, slot_B, rows=plan.rows, width=plan.width, kernels=self.kernels)
         logits_RV, target_R, target = self._target(plan, rows, slot_B)
+        logits_RV = self.logit_stages.adjust(plan, rows.slot_R, rows.cell_R, logits_RV)
         if self.tree is not None and rows.sight is not None:
             return self._finish_tree(plan, self.tree, target, logits_RV, target_R)
         return self._finish(
@@ -135,7 +138,7 @@ class Frame:
         """
         table_SP = self.state.table_SP
         if self.fused is not None and plan.rows <= self.fused.max_rows:
-            wanted = plan.sampled or plan.min_tokens
+            wanted = plan.stages > Stages.GREEDY
             out = self.fused.run(
                 rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted, taps=self.taps,
                 hidden=self.reads_hidden, width=plan.width, cell_R=rows.cell_R, sight=rows.sight,
@@ -199,8 +202,10 @@ class Frame:
             hidden_RH=hidden_BH if self.reads_hidden else None,
         )  # fmt: skip
         ending = [x for x in zip(plan.prefill, plan.prefill_first_page, strict=True) if x[0].last]
+        self.logit_stages.admitted(plan, last_B)
+        logits_BV = self.logit_stages.adjust(plan, last_B, ends.pos_R, self.model.logits(hidden_BH))
         return self._finish(
-            plan, ends, self.model.logits(hidden_BH), None, drafts=state.num_drafts, first_page=[f for _, f in ending],
+            plan, ends, logits_BV, None, drafts=state.num_drafts, first_page=[f for _, f in ending],
             len_ub=state.history_SL.shape[1] if self.kernels else max(s.start + s.length for s, _ in ending) + 1,
         )  # fmt: skip
 
@@ -315,8 +320,12 @@ class Frame:
         len_ub: int,
         first_page: Sequence[int],
     ) -> None:
-        """Draft for the next frame. rows: those that may have stayed, a chain. params: of slot_B, if known."""
+        """Count what was emitted; draft for the next frame.
+
+        rows: those that may have stayed, a chain. params: of slot_B, if known.
+        """
         state, slot_B, sampled = self.state, rows.slot_B, plan.sampled or plan.min_tokens
+        self.logit_stages.committed(plan, slot_B, record_BC)
         if drafts == 0:
             if self.drafter is not None:
                 state.draft_count_S.index_fill_(0, slot_B, 0)  # those of the last round are spent

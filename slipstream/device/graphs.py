@@ -16,31 +16,28 @@ from torch import Tensor
 from slipstream.device.frame import Frame
 from slipstream.device.precision import IeeeProducts
 from slipstream.errors import ConfigError
-from slipstream.types import FramePlan
+from slipstream.types import FramePlan, Stages
 
 BUSY_FRAMES = 2.0
 """Frames' time that a prefill chunk may take while somebody decodes."""
 
 
 class Shape(NamedTuple):
-    """What a captured frame is fixed to. full: every sampling stage is in; else greedy work only.
-
-    drafts: as in FramePlan.
-    """
+    """What a captured frame is fixed to. stages, drafts: as in FramePlan."""
 
     slots: int
     width: int
-    full: bool
+    stages: Stages
     drafts: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What a captured prefill pass is fixed to: its packed rows; whether a prompt may end in it; full as in Shape."""
+    """What a captured prefill pass is fixed to: its packed rows; whether a prompt may end in it; stages for its end."""
 
     rows: int
     last: bool
-    full: bool
+    stages: Stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +46,7 @@ class Missing:
 
     slots: int
     rows: int
-    full: bool = False
+    stages: Stages = Stages.GREEDY
 
 
 AnyShape = Shape | Chunk | Missing
@@ -87,13 +84,13 @@ class FrameGraphs:
         self.len_ub = len_ub
         self.prompts = prompts
         self.shapes: list[AnyShape] = [
-            Shape(slots=b, width=width, full=full, drafts=drafts)
-            for full in (False, True)
+            Shape(slots=b, width=width, stages=stages, drafts=drafts)
+            for stages in Stages
             for b in buckets
             for width, drafts in kinds
         ]
-        ends = ((False, False), (True, False), (True, True))
-        self.shapes += [Chunk(rows=r, last=last, full=full) for last, full in ends for r in chunks]
+        ends = ((False, Stages.GREEDY), *((True, stages) for stages in Stages))
+        self.shapes += [Chunk(rows=r, last=last, stages=stages) for last, stages in ends for r in chunks]
         if frame.catch_up is not None:
             self.shapes += [Missing(slots=b, rows=frame.catch_up.ring) for b in buckets]
         self.graphs: dict[AnyShape, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
@@ -112,7 +109,7 @@ class FrameGraphs:
         Raises ConfigError with the numbers when the budget in seconds or MiB is exceeded.
         """
         began, before = time.perf_counter(), torch.cuda.memory_reserved()
-        order = sorted(self.shapes, key=lambda s: (-_rows(s), s.full))
+        order = sorted(self.shapes, key=lambda s: (-_rows(s), s.stages))
         for i, shape in enumerate(order):
             self.graphs[shape] = self._capture(shape)
             seconds = time.perf_counter() - began
@@ -141,8 +138,8 @@ class FrameGraphs:
         chunks = sorted({s.rows for s in self.shapes if isinstance(s, Chunk)})
         if not chunks:
             return None
-        unit = self.seconds(min((s for s in self.shapes if isinstance(s, Shape)), key=lambda s: (s.full, _rows(s))))
-        within = [r for r in chunks if self.seconds(Chunk(rows=r, last=True, full=False)) <= frames * unit]
+        unit = self.seconds(min((s for s in self.shapes if isinstance(s, Shape)), key=lambda s: (s.stages, _rows(s))))
+        within = [r for r in chunks if self.seconds(Chunk(rows=r, last=True, stages=Stages.GREEDY)) <= frames * unit]
         return max(within, default=chunks[0])
 
     def frame_seconds(self) -> tuple[tuple[int, int, int, float], ...]:
@@ -154,7 +151,7 @@ class FrameGraphs:
         return tuple(
             (s.slots, s.width, s.drafts, self.seconds(s) + (0.0 if s.drafts else share.get(s.slots, 0.0)))
             for s in self.shapes
-            if isinstance(s, Shape) and not s.full
+            if isinstance(s, Shape) and s.stages is Stages.GREEDY
         )
 
     def seconds(self, shape: AnyShape, replays: int = 10) -> float:
@@ -173,19 +170,15 @@ class FrameGraphs:
 
     def plan_for(self, shape: AnyShape) -> FramePlan:
         """A plan of that shape whose slots are all the sink."""
-        full = shape.full
         if isinstance(shape, Missing):
             return FramePlan(seq=-1, decode=(0,) * shape.slots)
         if isinstance(shape, Chunk):
-            return FramePlan(
-                seq=-1, prefill_rows=shape.rows, prefill_prompts=self.prompts, sampled=full, filtered=full,
-                rejection=full, coupled=full, min_tokens=full,
-            )  # fmt: skip
-        return FramePlan(
+            return _with(FramePlan(seq=-1, prefill_rows=shape.rows, prefill_prompts=self.prompts), shape.stages)
+        plan = FramePlan(
             seq=-1, decode=(0,) * shape.slots, rows=shape.slots * shape.width, width=shape.width, len_ub=self.len_ub,
-            first_page=(-1,) * shape.slots, drafts=shape.drafts, sampled=full, filtered=full, rejection=full,
-            coupled=full, min_tokens=full,
+            first_page=(-1,) * shape.slots, drafts=shape.drafts,
         )  # fmt: skip
+        return _with(plan, shape.stages)
 
     def _once(self, shape: AnyShape) -> Tensor | None:
         plan = self.plan_for(shape)
@@ -210,7 +203,7 @@ class FrameGraphs:
 
     def run(self, plan: FramePlan) -> Tensor:
         """Replay a decode frame; its record stays valid until another graph of the pool runs."""
-        record = self._replay(Shape(len(plan.decode), plan.width, plan.sampled or plan.min_tokens, plan.drafts))
+        record = self._replay(Shape(len(plan.decode), plan.width, plan.stages, plan.drafts))
         assert record is not None
         return record
 
@@ -221,8 +214,8 @@ class FrameGraphs:
 
     def prefill(self, plan: FramePlan, *, last: bool) -> Tensor | None:
         """Replay a prefill chunk; the record as `Frame.prefill` gives it, valid as that of `run`."""
-        full = last and (plan.sampled or plan.min_tokens)
-        return self._replay(Chunk(rows=plan.prefill_rows, last=last, full=full))
+        stages = plan.stages if last else Stages.GREEDY
+        return self._replay(Chunk(rows=plan.prefill_rows, last=last, stages=stages))
 
     def _replay(self, shape: AnyShape) -> Tensor | None:
         found = self.graphs.get(shape)
@@ -235,6 +228,14 @@ class FrameGraphs:
         graph, record = found
         graph.replay()
         return record
+
+
+def _with(plan: FramePlan, stages: Stages) -> FramePlan:
+    """The plan with all that its stages may have to do: each row's slot says on the device what it needs."""
+    some, every = stages > Stages.GREEDY, stages is Stages.ALL
+    return plan._replace(
+        sampled=some, filtered=some, rejection=some, coupled=some, min_tokens=some, penalties=every, biases=every
+    )
 
 
 def _rows(shape: AnyShape) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.sampling.slot_params import SlotLaws, SlotParams
-from slipstream.types import MAX_STOP_IDS
+from slipstream.types import MAX_LOGIT_BIAS, MAX_STOP_IDS
 
 
 class SlotState:
@@ -25,6 +25,8 @@ class SlotState:
     Where drafts are a tree (tree): column n of pending_SW is node n, breadth first, parent_SW its parent (-1 at the
     root), depth_SW its level, seen_SW bit j: whether it sees node j (itself and its ancestors).
     behind_S: last committed positions that the drafter's own cache lacks.
+    prompt_len_S: tokens of the prompt, the rest of history is output. repetition_S 1, presence_S and frequency_S 0, and
+    bias_count_S 0 are off; bias_id_SN and bias_value_SN hold bias_count_S pairs.
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none.
     widest_frame: slots of the largest bucket, where that is more than max_slots.
@@ -54,6 +56,7 @@ class SlotState:
             "committed": (s,),
             "max_len": (s,),
             "min_len": (s,),
+            "prompt_len": (s,),
             "draft_count": (s,),
             "max_drafts": (s,),
             "behind": (s,),
@@ -64,6 +67,12 @@ class SlotState:
             "temperature": (s,),
             "top_p": (s,),
             "min_p": (s,),
+            "repetition": (s,),
+            "presence": (s,),
+            "frequency": (s,),
+            "bias_count": (s,),
+            "bias_id": (s, MAX_LOGIT_BIAS),
+            "bias_value": (s, MAX_LOGIT_BIAS),
             "stop_ids": (s, max_stop_ids),
             "pending": (s, num_drafts + 1),
             **dict.fromkeys(("parent", "depth", "seen") if tree else (), (s, num_drafts + 1)),
@@ -107,6 +116,12 @@ class SlotState:
         self.temperature_S = view("temperature").view(torch.float64)
         self.top_p_S = view("top_p").view(torch.float64)
         self.min_p_S = view("min_p").view(torch.float64)
+        self.prompt_len_S = view("prompt_len")
+        self.repetition_S = view("repetition").view(torch.float64).fill_(1.0)
+        self.presence_S = view("presence").view(torch.float64)
+        self.frequency_S = view("frequency").view(torch.float64)
+        self.bias_count_S, self.bias_id_SN = view("bias_count"), view("bias_id")
+        self.bias_value_SN = view("bias_value").view(torch.float64)
         self.decode_B = view("decode")
         self.chunk_slot_R, self.chunk_pos_R = view("chunk_slot"), view("chunk_pos")
         self.last_row_B, self.last_slot_B = view("last_row"), view("last_slot")

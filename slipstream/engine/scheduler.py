@@ -36,6 +36,8 @@ class _Flags(NamedTuple):
     rejection: bool
     coupled: bool
     min_tokens: bool
+    penalties: bool
+    biases: bool
 
     @staticmethod
     def of(sampling: list[Sequence]) -> _Flags:
@@ -46,6 +48,8 @@ class _Flags(NamedTuple):
             rejection=any(s.request.mode is VerifyMode.REJECTION for s in draws),
             coupled=any(s.request.mode is VerifyMode.COUPLED for s in draws),
             min_tokens=any(s.request.params.min_tokens > 0 for s in sampling),
+            penalties=any(s.request.params.penalized for s in sampling),
+            biases=any(s.request.params.logit_bias is not None for s in sampling),
         )
 
 
@@ -200,6 +204,8 @@ class Scheduler:
             rejection=flags.rejection,
             coupled=flags.coupled,
             min_tokens=flags.min_tokens,
+            penalties=flags.penalties,
+            biases=flags.biases,
         )
 
     def _split(self) -> tuple[list[Sequence], list[Sequence]]:

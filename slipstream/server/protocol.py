@@ -20,11 +20,10 @@ MAX_IDS = 1 << 20
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,), "chat_template": (),
-    "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,), "frequency_penalty": (0,),
-    "function_call": ("none",), "functions": ([],), "guided_choice": (), "guided_decoding": (), "guided_grammar": (),
-    "guided_json": (), "guided_regex": (), "logit_bias": ({},), "logits_processors": ([],), "logprobs": (False,),
-    "modalities": (["text"],), "prediction": (), "presence_penalty": (0,), "prompt_embeds": (),
-    "prompt_logprobs": (), "reasoning_effort": (), "repetition_penalty": (1,), "response_format": ({"type": "text"},),
+    "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,), "function_call": ("none",),
+    "functions": ([],), "guided_choice": (), "guided_decoding": (), "guided_grammar": (), "guided_json": (),
+    "guided_regex": (), "logits_processors": ([],), "logprobs": (False,), "modalities": (["text"],), "prediction": (),
+    "prompt_embeds": (), "prompt_logprobs": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"), "store": (False,), "structured_outputs": (), "suffix": ("",),
     "tool_choice": ("none",), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (),
     "web_search_options": (),
@@ -48,6 +47,10 @@ class _Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[str, float] = {}
     n: int = 1
     stop: str | Annotated[list[Annotated[str, Meta(max_length=MAX_STOP_CHARS)]], Meta(max_length=16)] = []
     stop_token_ids: Annotated[list[int], Meta(max_length=1024)] = []
@@ -188,5 +191,7 @@ def sampling(body: _Sampling, defaults: SamplingParams, max_tokens: int | None) 
     return replace(
         defaults, n=body.n, stop=tuple(stop), stop_token_ids=tuple(body.stop_token_ids), max_tokens=max_tokens,
         min_tokens=body.min_tokens, ignore_eos=body.ignore_eos, skip_special_tokens=body.skip_special_tokens,
-        include_stop_str_in_output=body.include_stop_str_in_output, **chosen,
+        include_stop_str_in_output=body.include_stop_str_in_output, presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty, repetition_penalty=body.repetition_penalty,
+        logit_bias=body.logit_bias, **chosen,
     )  # fmt: skip

@@ -334,10 +334,19 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "n absurd": ({"n": 10**9}, "n=1000000000"),
     "seed a word": ({"seed": "x"}, "seed='x'"),
     "empty stop": ({"stop": ""}, "stop="),
+    "presence nan": ({"presence_penalty": float("nan")}, "presence_penalty=nan must be at least -2 and at most 2"),
+    "frequency out of range": ({"frequency_penalty": -2.5}, "frequency_penalty=-2.5 must be at least -2"),
+    "repetition zero": ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0 and at most 100"),
+    "repetition inf": ({"repetition_penalty": float("inf")}, "repetition_penalty=inf"),
+    "bias a list": ({"logit_bias": [1]}, "logit_bias of type list"),
+    "bias of no token": ({"logit_bias": {"x": 1}}, "logit_bias token id='x'"),
+    "bias of a negative token": ({"logit_bias": {-1: 1}}, "logit_bias token id=-1"),
+    "bias nan": ({"logit_bias": {1: float("nan")}}, r"logit_bias\[1\]=nan must be at least -100 and at most 100"),
+    "bias out of range": ({"logit_bias": {"1": 101}}, r"logit_bias\[1\]=101"),
+    "biases by the thousand": ({"logit_bias": dict.fromkeys(range(5000), 1)}, "5000 entries; the limit is 300"),
     "stop id negative": ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
 }
 NOT_BUILT = {
-    "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {1: 2.0},
     "logprobs": 1, "prompt_logprobs": 1, "bad_words": ["x"], "logits_processors": [len], "guided_decoding": "x",
     "structured_outputs": {"json": "{}"}, "best_of": 2, "use_beam_search": True,
 }  # fmt: skip
@@ -371,6 +380,7 @@ BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "beyond the context": ([[1, 2]], {"max_tokens": CONTEXT - 1}, f"max_tokens={CONTEXT - 1} .* at most {CONTEXT - 2}"),
     "min beyond the context": ([[1]], {"min_tokens": 99, "max_tokens": None}, "min_tokens=99"),
     "stop id out of range": ([[1]], {"stop_token_ids": [VOCAB]}, f"stop token id {VOCAB}"),
+    "bias out of the vocabulary": ([[1]], {"logit_bias": {VOCAB: 1}}, f"logit_bias token id {VOCAB}"),
     "too many stop ids": ([[1]], {"stop_token_ids": list(range(17))}, "17 stop token ids; the limit is 16"),
     "good and bad": ([[1], [2], [VOCAB]], {}, f"{VOCAB}"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,17 +30,25 @@ class DenseReference:
     ) -> list[int]:
         """`count` tokens (default max_tokens) after `prompt`; nothing ends it. Longer results are remembered."""
         count = params.max_tokens or 0 if count is None else count
-        law = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed)
+        law = (
+            params.temperature, params.top_k, params.top_p, params.min_p, params.seed, params.repetition_penalty,
+            params.presence_penalty, params.frequency_penalty, tuple((params.logit_bias or {}).items()),
+            params.min_tokens and (params.min_tokens, tuple(params.stop_token_ids)),
+        )  # fmt: skip
         tokens = self._known.setdefault((prompt, law, child), [])
         with torch.inference_mode():
             while len(tokens) < count:
-                tokens.append(self._next([*prompt, *tokens], params, child))
+                tokens.append(self._next([*prompt, *tokens], params, child, len(prompt)))
         return tokens[:count]
 
-    def _next(self, tokens: list[int], params: SamplingParams, child: int) -> int:
+    def logits(self, tokens: Sequence[int]) -> Any:
+        """[L, V]: what the model itself says at each position."""
         pos = torch.arange(len(tokens))
         hidden, _ = self.model.forward(torch.tensor(tokens), pos, DenseCausal(pos))
-        logits = self.model.logits(hidden[-1:])
+        return self.model.logits(hidden)
+
+    def _next(self, tokens: list[int], params: SamplingParams, child: int, prompt_len: int) -> int:
+        logits = as_asked(self.logits(tokens)[-1:].clone(), params, tokens[:prompt_len], tokens[prompt_len:])
         if params.greedy:
             return int(logits.argmax())
         one = torch.ones(1, dtype=torch.float64)
@@ -53,6 +61,20 @@ class DenseReference:
             PURPOSE_COUPLED, logits.shape[1], torch.float64,
         )  # fmt: skip
         return int((noise / logits.softmax(1)).argmin())
+
+
+def as_asked(logits: Any, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> Any:
+    """Logits [1, V] with penalties, biases and the ban before min_tokens, token by token as the fields are defined."""
+    for token in {*prompt, *output}:
+        x = logits[0, token]
+        logits[0, token] = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
+    for token in set(output):
+        logits[0, token] -= params.frequency_penalty * output.count(token) + params.presence_penalty
+    for token, bias in (params.logit_bias or {}).items():
+        logits[0, token] += bias
+    if len(output) < params.min_tokens:
+        logits[0, list(params.stop_token_ids)] = float("-inf")
+    return logits
 
 
 def planted_oracle(

@@ -25,7 +25,7 @@ from slipstream.config import EngineConfig
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.engine.loop import EngineCore
-from slipstream.types import RECORD_COLUMNS, FramePlan, Request, SamplingParams
+from slipstream.types import RECORD_COLUMNS, FramePlan, FrameResult, Request, SamplingParams
 
 PROMPT, CONTEXT = 128, 4096
 
@@ -86,15 +86,6 @@ def measure(batch: int, drafts: int, run_ahead: int, frames: int) -> dict[str, A
     engine, frame = build(batch, drafts, run_ahead)
     times: dict[str, list[float]] = {"plan": [], "launch": [], "read": [], "collect": []}
 
-    def launched(plan: FramePlan, *, plan_ns: int, launch_ns: int) -> None:
-        times["plan"].append(plan_ns / 1e3)
-        times["launch"].append((launch_ns - frame.ns) / 1e3)
-        frame.ns = 0
-
-    def collected(seq: int, events: Any, *, wait_ns: int, collect_ns: int) -> None:
-        times["read"].append(wait_ns / 1e3)
-        times["collect"].append(collect_ns / 1e3)
-
     steady = lambda: all(s.prefilled for s in engine.scheduler.running.values())
     while not (len(engine.scheduler.running) == batch and steady()):
         engine.step()
@@ -102,15 +93,18 @@ def measure(batch: int, drafts: int, run_ahead: int, frames: int) -> dict[str, A
         engine.step()
     real = engine.metrics.launched, engine.metrics.collected
 
-    def both_launched(plan: FramePlan, **ns: int) -> None:
-        launched(plan, **ns)
-        real[0](plan, **ns)
+    def launched(plan: FramePlan, began: int, planned: int, ended: int) -> None:
+        times["plan"].append((planned - began) / 1e3)
+        times["launch"].append((ended - planned - frame.ns) / 1e3)
+        frame.ns = 0
+        real[0](plan, began, planned, ended)
 
-    def both_collected(seq: int, events: Any, **ns: int) -> None:
-        collected(seq, events, **ns)
-        real[1](seq, events, **ns)
+    def collected(result: FrameResult, events: Any, began: int, arrived: int, ended: int) -> None:
+        times["read"].append((arrived - began) / 1e3)
+        times["collect"].append((ended - arrived) / 1e3)
+        real[1](result, events, began, arrived, ended)
 
-    engine.metrics.launched, engine.metrics.collected = both_launched, both_collected  # type: ignore[method-assign]
+    engine.metrics.launched, engine.metrics.collected = launched, collected  # type: ignore[method-assign]
     frame.ns = 0
     for _ in range(frames):
         engine.step()

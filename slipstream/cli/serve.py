@@ -41,6 +41,13 @@ def parser() -> Parser:
     group.add_argument(
         "--watchdog-seconds", type=float, default=60.0, metavar="S", help="/health says 503 without progress for this"
     )
+    group.add_argument(
+        "--admin-port", type=int, metavar="P", help="move /metrics, /stats and /server_info to this port of 127.0.0.1"
+    )
+    group.add_argument(
+        "--log-format", choices=("auto", "text", "json"), default="auto",
+        help="of the log on stderr (auto: text at a terminal, else a JSON object per line)",
+    )  # fmt: skip
     add_engine_options(p)
     return p
 
@@ -70,14 +77,18 @@ def main(argv: list[str]) -> int:
         ServeConfig(
             host=args.host, port=args.port, name=args.served_model_name or _name(args.model), api_keys=tuple(keys),
             max_queue=args.max_queue, drain_seconds=args.drain_seconds, watchdog_seconds=args.watchdog_seconds,
+            admin_port=args.admin_port, log_format=args.log_format,
         ),
         options,
     )  # fmt: skip
 
 
 def _check(args: argparse.Namespace, keys: list[str]) -> None:
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"--port {args.port} must be from 0 to 65535")
+    for option, port in (("--port", args.port), ("--admin-port", args.admin_port)):
+        if port is not None and not 0 <= port <= 65535:
+            raise ConfigError(f"{option} {port} must be from 0 to 65535")
+    if args.admin_port and args.admin_port == args.port:
+        raise ConfigError(f"--admin-port {args.port} is --port too; give it another one")
     if not 0 <= args.max_queue <= 100_000:
         raise ConfigError(f"--max-queue {args.max_queue} must be from 0 to 100000")
     for name in ("drain_seconds", "watchdog_seconds"):

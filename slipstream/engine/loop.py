@@ -61,7 +61,7 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequestError (value and limit); nothing else is affected."""
         self.scheduler.add(request)
-        self.metrics.count("requests")
+        self.metrics.arrived(perf_counter_ns(), alone=len(self.scheduler.sequences) == 1)
 
     def ack(self, request_id: str, child: int, upto: int) -> None:
         """The first `upto` output tokens have been returned to the user."""
@@ -137,7 +137,7 @@ class EngineCore:
         self.device.launch(plan)
         self._next += 1
         self._in_flight += 1
-        self.metrics.launched(plan, plan_ns=planned - began, launch_ns=perf_counter_ns() - planned)
+        self.metrics.launched(plan, began, planned, perf_counter_ns())
 
     def _collect(self) -> list[TokenEvent]:
         began = perf_counter_ns()
@@ -145,5 +145,5 @@ class EngineCore:
         arrived = perf_counter_ns()
         self._in_flight -= 1
         events = self.collector.take(result)
-        self.metrics.collected(result.seq, events, wait_ns=arrived - began, collect_ns=perf_counter_ns() - arrived)
+        self.metrics.collected(result, events, began, arrived, perf_counter_ns())
         return events

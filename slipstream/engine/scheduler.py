@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from time import perf_counter_ns
 from typing import NamedTuple
 
 from slipstream.config import EngineConfig
@@ -108,6 +109,7 @@ class Scheduler:
         self.sequences[key] = seq = Sequence(
             request=request,
             arrival=self._arrivals,
+            arrived_ns=perf_counter_ns(),
             num_drafts=num_drafts,
             lookahead=self.config.lookahead if tree_depth else min(self.config.lookahead, num_drafts),
             tree_depth=tree_depth,
@@ -323,8 +325,9 @@ class Scheduler:
         self.waiting.popleft()
         self._generation += 1
         self.running[s.slot] = s
-        self.metrics.count("prompt_tokens", len(s.tokens))
-        self.metrics.count("cached_prompt_tokens", s.planned)
+        waited = perf_counter_ns() - s.arrived_ns if s.arrived_ns else None
+        s.arrived_ns = 0
+        self.metrics.admitted(len(s.tokens), s.planned, waited)
         pages = tuple(self.ledger.pool.tables[s.slot])
         admits.append(
             Admit(

@@ -29,6 +29,7 @@ class State(enum.Enum):
 class Sequence:
     """One request child.
 
+    arrived_ns: when it came, on perf_counter_ns; 0 once it has had a slot.
     outputs: tokens collected, over all its generations. acked: how many of them count as returned. counted, rounds:
     draft statistics, and the rounds that are not in them yet (`stats` has them all).
     The rest is valid while it owns a slot: tokens (known at admission), cached (tokens of a prefix hit),
@@ -45,6 +46,7 @@ class Sequence:
     num_drafts: int
     lookahead: int = 0
     tree_depth: int = 0
+    arrived_ns: int = 0
     state: State = State.WAITING
     outputs: list[int] = field(default_factory=list)
     acked: int = 0

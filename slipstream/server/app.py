@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,8 @@ from slipstream.errors import (
     UnsupportedError,
 )
 from slipstream.server.engine_client import AnswerFailedError, EngineClient, QueueFullError
-from slipstream.server.guard import BodyTooLargeError, Guard
+from slipstream.server.guard import BodyTooLargeError, BodyTooSlowError, Guard
+from slipstream.server.openapi import describe, gets, posts
 from slipstream.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -38,6 +40,8 @@ from slipstream.types import SamplingParams
 
 COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions when it is not given; a chat answer may fill the context."""
+TIMELINE = 64
+"""Launches that the page shows."""
 
 
 class Server:
@@ -73,12 +77,13 @@ class Server:
         prepared = await asyncio.to_thread(self._prepare, prompts, params, service)
         chat = isinstance(body, ChatBody)
         head = {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{request.state.request_id[4:]}",
+            "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": self.name,
         }
         shape = Shape(chat=chat, head=head, token_ids=body.return_token_ids)
-        flight = self.engine.submit(prepared)
+        flight = self.engine.submit(prepared, request.state.request_id)
+        request.state.summary = flight.summary
         if body.stream:
             usage = body.stream_options is not None and body.stream_options.include_usage
             return EventStream(flight, shape, include_usage=usage)
@@ -135,22 +140,36 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """200 while the engine makes progress or has nothing to do."""
-        for bad, status in (
-            (self.engine.dead is not None, "dead"),
-            (self.draining, "draining"),
-            (self.engine.stalled(self.watchdog), "stalled"),
-        ):
-            if bad:
-                return _json({"status": status}, 503)
-        return _json({"status": "ok"})
+        status = self._health()
+        return _json({"status": status}, 200 if status == "ok" else 503)
+
+    def _health(self) -> str:
+        if self.engine.dead is not None:
+            return "dead"
+        if self.draining:
+            return "draining"
+        return "stalled" if self.engine.stalled(self.watchdog) else "ok"
 
     async def metrics(self, request: Request) -> Response:
         try:
             engine = await self.engine.stats()
         except (EngineDeadError, TimeoutError):
             engine = None
-        page = self.engine.telemetry.exposition(engine)
+        page = self.engine.telemetry.exposition(engine, stalled=self.engine.stalled(self.watchdog))
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def stats(self, request: Request) -> Response:
+        """What the page at / shows, as JSON."""
+        engine = self.engine
+        try:
+            state = await engine.stats(timeline=TIMELINE)
+        except (EngineDeadError, TimeoutError):
+            state = None
+        return _json({
+            "model": self.name, "version": __version__, "uptime": time.time() - self.started,
+            "health": self._health(), "num_drafts": engine.ready.limits.num_drafts,
+            "answers": engine.telemetry.snapshot(), "engine": state,
+        })  # fmt: skip
 
     async def version(self, request: Request) -> Response:
         return _json({"version": __version__})
@@ -169,27 +188,29 @@ class Server:
         })  # fmt: skip
 
 
-def build_app(server: Server, keys: Sequence[str]) -> Any:
-    """The ASGI application."""
+def build_app(server: Server, keys: Sequence[str], *, admin: bool = True) -> Any:
+    """The ASGI application. admin: with what an operator sees, /metrics, /stats and /server_info."""
     app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
-    for path, method, route in (
-        ("/v1/completions", "POST", server.completions),
-        ("/v1/chat/completions", "POST", server.chat),
-        ("/v1/models", "GET", server.models),
-        ("/tokenize", "POST", server.tokenize),
-        ("/detokenize", "POST", server.detokenize),
-        ("/health", "GET", server.health),
-        ("/metrics", "GET", server.metrics),
-        ("/version", "GET", server.version),
-        ("/server_info", "GET", server.server_info),
+    for path, route, body in (
+        ("/v1/completions", server.completions, CompletionBody),
+        ("/v1/chat/completions", server.chat, ChatBody),
+        ("/tokenize", server.tokenize, TokenizeBody),
+        ("/detokenize", server.detokenize, DetokenizeBody),
     ):
-        app.add_api_route(path, route, methods=[method], response_model=None)
+        app.add_api_route(path, route, methods=["POST"], response_model=None, openapi_extra=posts(body))
+    routes = [("/v1/models", server.models), ("/health", server.health), ("/version", server.version)]
+    if admin:
+        routes += [("/metrics", server.metrics), ("/stats", server.stats), ("/server_info", server.server_info)]
+    for path, route in routes:
+        app.add_api_route(path, route, methods=["GET"], response_model=None, openapi_extra=gets(path))
+    describe(app)
     app.add_exception_handler(SlipstreamError, _slipstream_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(BodyTooLargeError, _too_large)
+    app.add_exception_handler(BodyTooSlowError, _too_slow)
     app.add_exception_handler(ClientLeftError, _client_left)
     app.add_exception_handler(Exception, _internal)
-    return Guard(app, keys)
+    return Guard(app, keys, server.engine.telemetry)
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -222,6 +243,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _too_large(request: Request, error: Exception) -> Response:
     return _json(error_body("the body is too large", "invalid_request_error"), 413, {"connection": "close"})
+
+
+async def _too_slow(request: Request, error: Exception) -> Response:
+    return _json(error_body("the body did not come in time", "invalid_request_error"), 408, {"connection": "close"})
 
 
 async def _client_left(request: Request, error: Exception) -> Response:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import signal
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ import zmq.asyncio
 from slipstream.answers import USUAL, Answer, Prepared, Prompt, Service, default_params, prepare
 from slipstream.errors import ConfigError, EngineDeadError, InvalidRequestError, SlipstreamError
 from slipstream.outputs import RequestOutput, StreamChunk
+from slipstream.server import logs
 from slipstream.server.messages import (
     Abort,
     Ack,
@@ -46,6 +47,8 @@ from slipstream.server.telemetry import Telemetry
 from slipstream.text import Tokenizer
 from slipstream.types import SamplingParams, TokenEvent
 
+STACKS = "stacks"
+"""File in the folder of the socket to which the engine process writes its stacks when it is asked to."""
 STATS_SECONDS = 5.0
 """How long a statistics request may take: the engine answers between two launches."""
 
@@ -71,6 +74,7 @@ class _Live:
     first: int
     arrived: float
     first_token: dict[int, float] = field(default_factory=dict)
+    last_token: dict[int, float] = field(default_factory=dict)
 
 
 class Flight:
@@ -80,8 +84,10 @@ class Flight:
     what still runs, and must be called.
     """
 
-    def __init__(self, engine: EngineClient, prompts: Sequence[Prepared]) -> None:
+    def __init__(self, engine: EngineClient, prompts: Sequence[Prepared], request_id: str = "") -> None:
         self.prompts = prompts
+        self.request_id = request_id
+        self.ttft: float | None = None
         self.outputs: list[RequestOutput] = []
         self._engine = engine
         self._queue: asyncio.Queue[tuple[int, StreamChunk] | Exception] = asyncio.Queue()
@@ -108,6 +114,18 @@ class Flight:
     def close(self) -> None:
         for name in self._names:
             self._engine.abort(name)
+
+    def summary(self) -> dict[str, Any]:
+        """For the log. finish: None for a choice that had not ended."""
+        choices = [c for output in self.outputs for c in output.outputs]
+        return {
+            "prompt_tokens": sum(len(p.ids) for p in self.prompts),
+            "completion_tokens": sum(len(c.token_ids) for c in choices),
+            "finish": [c.finish_reason for c in choices],
+            "ttft": None if self.ttft is None else round(self.ttft, 4),
+            "rounds": sum(o.spec.rounds for o in self.outputs),
+            "accepted": sum(o.spec.accepted for o in self.outputs),
+        }
 
 
 class EngineClient:
@@ -136,7 +154,7 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def start(cls, options: dict[str, Any], *, max_queue: int) -> EngineClient:
+    async def start(cls, options: dict[str, Any], *, max_queue: int, log_format: str = "text") -> EngineClient:
         """Start the process and wait until it is ready. Raises ConfigError for options it refuses."""
         folder = tempfile.TemporaryDirectory(prefix="slipstream-")  # only this user may enter
         endpoint = f"ipc://{Path(folder.name) / 'engine'}"
@@ -145,9 +163,8 @@ class EngineClient:
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         socket.bind(endpoint)
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "slipstream.server.engine_process", endpoint, stdin=asyncio.subprocess.PIPE
-        )
+        words = ("-m", "slipstream.server.engine_process", endpoint, str(Path(folder.name) / STACKS), log_format)
+        process = await asyncio.create_subprocess_exec(sys.executable, *words, stdin=asyncio.subprocess.PIPE)
         engine = cls(process, socket, folder, max_queue)
         try:
             assert process.stdin is not None
@@ -189,7 +206,7 @@ class EngineClient:
         """See `answers.prepare`; safe in a thread."""
         return prepare(prompt, params, self.tokenizer, self.ready.limits, service)
 
-    def submit(self, prompts: Sequence[Prepared]) -> Flight:
+    def submit(self, prompts: Sequence[Prepared], request_id: str = "") -> Flight:
         """Raises QueueFullError when there is no place, EngineDeadError, InvalidRequestError if there can be none."""
         if self.dead is not None:
             raise EngineDeadError(self.dead)
@@ -201,7 +218,7 @@ class EngineClient:
             raise QueueFullError(
                 f"{self._children} answers are running or waiting; the limit is {self.capacity}", self._retry_after()
             )
-        flight, first = Flight(self, prompts), 0
+        flight, first = Flight(self, prompts, request_id), 0
         if not self._live:
             self._progress = time.monotonic()
         for request in prompts:
@@ -241,13 +258,14 @@ class EngineClient:
         try:
             await self._read_all()
         except Exception:
-            traceback.print_exc()
+            logs.error("a message of the engine could not be read", trace=True)
             self._die("a message of the engine could not be read")
 
     async def _read_all(self) -> None:
         while True:
             message = decode_down(await self._socket.recv())
-            self._progress = time.monotonic()
+            if not isinstance(message, Stats):  # those come from an engine that only answers, too
+                self._progress = time.monotonic()
             match message:
                 case Events(events):
                     for event in events:
@@ -269,26 +287,34 @@ class EngineClient:
         try:
             chunk, receipt = live.answer.take(event)
         except Exception:  # the request's own fault: it ends alone
-            traceback.print_exc()
+            logs.error("the text of an answer failed", trace=True, request_id=live.flight.request_id)
             live.flight.put(AnswerFailedError("the text of this answer failed; others are not affected"))
             self.abort(event.request_id)
             return
         if receipt is not None:
             kind = Cut if receipt.cut else Ack
             self._tell(kind(event.request_id, receipt.child, receipt.upto))
-        now = time.monotonic()
-        if chunk.token_ids and event.child not in live.first_token:
-            live.first_token[event.child] = now
-            self.telemetry.ttft.observe(now - live.arrived)
-        if chunk.finish_reason is not None:
-            self._children -= 1
-            tokens = len(live.answer.output.outputs[event.child].token_ids)
-            self.telemetry.ended(
-                chunk.finish_reason, tokens, now - live.arrived, now - live.first_token.get(event.child, now)
-            )
+        self._time(live, event.child, chunk)
         if chunk.output is not None:
             del self._live[event.request_id]
         live.flight.put((live.first + event.child, chunk))
+
+    def _time(self, live: _Live, child: int, chunk: StreamChunk) -> None:
+        now = time.monotonic()
+        if chunk.token_ids:
+            if child not in live.first_token:
+                live.first_token[child] = now
+                self.telemetry.ttft.observe(now - live.arrived)
+                if live.flight.ttft is None:
+                    live.flight.ttft = now - live.arrived
+            else:
+                self.telemetry.tokens(len(chunk.token_ids), now - live.last_token[child])
+            live.last_token[child] = now
+        if chunk.finish_reason is not None:
+            self._children -= 1
+            tokens = len(live.answer.output.outputs[child].token_ids)
+            after_first = live.last_token[child] - live.first_token[child] if tokens else 0.0
+            self.telemetry.ended(chunk.finish_reason, tokens, now - live.arrived, after_first)
 
     async def _watch(self) -> None:
         code = await self.process.wait()
@@ -309,17 +335,42 @@ class EngineClient:
 
     # -- health and statistics ---------------------------------------------------------------------------------
 
+    @property
+    def since_progress(self) -> float:
+        """Seconds since a launch was last known to be collected, or since the first request after none."""
+        return time.monotonic() - self._progress
+
     def stalled(self, seconds: float) -> bool:
         """Requests are there, but for this long no launch was collected."""
-        return bool(self._live) and time.monotonic() - self._progress > seconds
+        return bool(self._live) and self.since_progress > seconds
 
-    async def stats(self, *, check: bool = False) -> dict[str, Any]:
-        """The engine's statistics. Raises EngineDeadError, TimeoutError when it does not answer."""
+    def request_ids(self) -> list[str]:
+        """Of what runs or waits, oldest first."""
+        return list(dict.fromkeys(live.flight.request_id for live in self._live.values()))
+
+    async def stacks(self) -> str:
+        """Where each thread of the engine process is; a signal asks for it, so one that hangs can tell too."""
+        written = Path(self._folder.name) / STACKS
+        before = written.stat().st_size
+        self.process.send_signal(signal.SIGUSR1)
+        text = ""
+        for _ in range(20):
+            await asyncio.sleep(0.05)
+            text, last = written.read_bytes()[before:].decode("utf-8", "replace"), text
+            if text and text == last:  # it writes line by line, and has stopped to
+                return text
+        return "the engine process does not answer signals: it is stopped, or inside the kernel"
+
+    async def stats(self, *, check: bool = False, timeline: int = 0) -> dict[str, Any]:
+        """The engine's statistics. timeline: with so many of the last launches.
+
+        Raises EngineDeadError, TimeoutError when it does not answer.
+        """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         number = next(self._ids)
         asked = self._asked[number] = asyncio.get_running_loop().create_future()
-        self._tell(Ask(number, check))
+        self._tell(Ask(number, check, timeline))
         try:
             return await asyncio.wait_for(asked, STATS_SECONDS)
         finally:

@@ -1,4 +1,6 @@
-"""The engine's process: `python -m slipstream.server.engine_process ENDPOINT`, options as one line of JSON on stdin.
+"""The engine's process: `python -m slipstream.server.engine_process ENDPOINT STACKS FORMAT`.
+
+The options come as one line of JSON on stdin; SIGUSR1 appends the stacks of all threads to the file STACKS.
 
 It blocks on its socket only when there is nothing to run. It ends with `Stop`, on a device fault, or when its standard
 input closes: then the process that started it is gone.
@@ -12,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ from slipstream.config import LLMConfig
 from slipstream.engine.loop import EngineCore
 from slipstream.errors import InvalidRequestError, SlipstreamError
 from slipstream.sampling.rng import request_key
+from slipstream.server import logs
 from slipstream.server.messages import (
     Abort,
     Ack,
@@ -95,8 +97,11 @@ class EngineProcess:
                 core.cut(request_id, child, upto)
             case Abort(request_id):
                 core.abort(request_id)
-            case Ask(number, check):
-                self._send(Stats(number, self.stats(check=check)))
+            case Ask(number, check, timeline):
+                data = self.stats(check=check)
+                if timeline:
+                    data["timeline"] = core.metrics.timeline(timeline)
+                self._send(Stats(number, data))
 
     def _add(self, request: Request) -> None:
         key = request_key(request.params.seed)
@@ -112,7 +117,7 @@ class EngineProcess:
         core, ledger = self.core, self.core.scheduler.ledger
         data = {
             **core.metrics.snapshot(),
-            "device_seconds": self.built.device.device_seconds,
+            "round_tokens": core.metrics.spec.emitted,
             "running": len(core.scheduler.running),
             "waiting": len(core.scheduler.waiting),
             "idle": core.idle,
@@ -140,7 +145,9 @@ def main(argv: list[str]) -> int:
     # A terminal's Ctrl-C, or a supervisor's signal to the whole group, is for the other process: it says `Stop`.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logs.set_up(argv[2])
     faulthandler.enable()
+    show_stacks_on_signal(argv[1])
     options = msgspec.json.decode(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     context = zmq.Context()
@@ -154,6 +161,11 @@ def main(argv: list[str]) -> int:
     finally:
         socket.close()
         context.term()
+
+
+def show_stacks_on_signal(path: str) -> None:
+    """SIGUSR1 appends the stacks of all threads to the file, wherever they are."""
+    faulthandler.register(signal.SIGUSR1, file=os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
 
 
 def _run(options: dict[str, Any], socket: Any) -> int:
@@ -172,7 +184,7 @@ def _run(options: dict[str, Any], socket: Any) -> int:
     try:
         EngineProcess(built, socket).run()
     except Exception as fault:
-        traceback.print_exc()
+        logs.error("a fault ends the engine", trace=True)
         socket.send(encode(Fault(type(fault).__name__)))
         return EXIT_FAULT
     return 0

@@ -40,10 +40,14 @@ class Abort(_Message, frozen=True):
 
 
 class Ask(_Message, frozen=True):
-    """Statistics, please. check: with the invariant of the pools checked. Answered by `Stats` of the same number."""
+    """Statistics, please. check: with the invariant of the pools checked; timeline: with so many of the last launches.
+
+    Answered by `Stats` of the same number.
+    """
 
     number: int
     check: bool = False
+    timeline: int = 0
 
 
 class Stop(_Message, frozen=True):

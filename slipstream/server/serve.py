@@ -6,18 +6,22 @@ import asyncio
 import contextlib
 import signal
 import socket
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 
 from slipstream.errors import ConfigError
+from slipstream.server import logs
 from slipstream.server.app import Server, build_app
 from slipstream.server.engine_client import EngineClient
+from slipstream.server.watchdog import Watchdog
 
 EXIT_ENGINE_DEAD = 70
+ADMIN_HOST = "127.0.0.1"
+MAX_HEADER_BYTES = 16 << 10
+KEEP_ALIVE_SECONDS = 30
 DEAD_SECONDS = 5.0
 """After the engine's death the server answers this long: errors reach the clients, /health says 503."""
 
@@ -27,7 +31,8 @@ class ServeConfig:
     """How to serve. port 0: the system chooses. max_queue: answers that may wait beyond those that run.
 
     drain_seconds: how long SIGTERM waits for answers in flight. watchdog_seconds: without a collected launch for this
-    long while requests are there, /health says 503.
+    long while requests are there, /health says 503 and the stacks are logged. admin_port: /metrics, /stats and
+    /server_info move there, to 127.0.0.1; 0: the system chooses. log_format: one of `logs.FORMATS`.
     """
 
     host: str = "127.0.0.1"
@@ -37,6 +42,8 @@ class ServeConfig:
     max_queue: int = 256
     drain_seconds: float = 30.0
     watchdog_seconds: float = 60.0
+    admin_port: int | None = None
+    log_format: str = "auto"
 
 
 class _Uvicorn(uvicorn.Server):
@@ -53,51 +60,67 @@ def serve(config: ServeConfig, engine_options: dict[str, Any]) -> int:
 
 
 async def _serve(config: ServeConfig, engine_options: dict[str, Any]) -> int:
-    listener = _bind(config.host, config.port)
-    with contextlib.closing(listener):
-        engine = await EngineClient.start(engine_options, max_queue=config.max_queue)
+    log_format = logs.set_up(config.log_format)
+    with contextlib.ExitStack() as stack:
+        listeners = [stack.enter_context(_bind(config.host, "--port", config.port))]
+        if config.admin_port is not None:
+            listeners.append(stack.enter_context(_bind(ADMIN_HOST, "--admin-port", config.admin_port)))
+        engine = await EngineClient.start(engine_options, max_queue=config.max_queue, log_format=log_format)
         try:
-            return await _run(config, engine, listener)
+            return await _run(config, engine, listeners)
         finally:
             await engine.stop()
 
 
-async def _run(config: ServeConfig, engine: EngineClient, listener: socket.socket) -> int:
+async def _run(config: ServeConfig, engine: EngineClient, listeners: list[socket.socket]) -> int:
     server = Server(engine, name=config.name, watchdog=config.watchdog_seconds)
-    http = _Uvicorn(uvicorn.Config(
-        build_app(server, config.api_keys), http="h11", ws="none", lifespan="off", access_log=False,
-        log_level="warning", timeout_graceful_shutdown=max(1, round(config.drain_seconds)),
-        h11_max_incomplete_event_size=16 << 10, server_header=False,
-    ))  # fmt: skip
+    apps = [build_app(server, config.api_keys, admin=len(listeners) == 1 or at == 1) for at in range(len(listeners))]
+    servers = [
+        _Uvicorn(uvicorn.Config(
+            app, http="h11", ws="none", lifespan="off", access_log=False, log_config=None,
+            timeout_graceful_shutdown=max(1, round(config.drain_seconds)), timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES, server_header=False,
+        ))
+        for app in apps
+    ]  # fmt: skip
 
     def end() -> None:
-        if server.draining:
-            http.force_exit = True  # a second signal does not wait
-        server.draining = http.should_exit = True
+        logs.info("shutting down: what runs is finished first" if not server.draining else "shutting down at once")
+        for http in servers:
+            http.force_exit = server.draining  # a second signal does not wait
+            http.should_exit = True
+        server.draining = True
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    watch = asyncio.create_task(_end_with_engine(engine, http))
+    watches = [
+        asyncio.create_task(_end_with_engine(engine, servers)),
+        asyncio.create_task(Watchdog(engine, config.watchdog_seconds).run()),
+    ]
     for note in engine.ready.notes:
-        print(f"slipstream: {note}", file=sys.stderr)
+        logs.info(note)
     host = f"[{config.host}]" if ":" in config.host else config.host
-    print(f"serving {config.name} at http://{host}:{listener.getsockname()[1]}", file=sys.stderr, flush=True)
+    if len(listeners) > 1:
+        logs.info(f"metrics and page at http://{ADMIN_HOST}:{listeners[1].getsockname()[1]}")
+    logs.info(f"serving {config.name} at http://{host}:{listeners[0].getsockname()[1]}")
     try:
-        await http.serve([listener])
+        await asyncio.gather(*(http.serve([at]) for http, at in zip(servers, listeners, strict=True)))
     finally:
-        watch.cancel()
+        for watch in watches:
+            watch.cancel()
     return EXIT_ENGINE_DEAD if engine.dead is not None else 0
 
 
-async def _end_with_engine(engine: EngineClient, http: _Uvicorn) -> None:
+async def _end_with_engine(engine: EngineClient, servers: Sequence[_Uvicorn]) -> None:
     await engine.died.wait()
-    print(f"slipstream: error: {engine.dead}", file=sys.stderr, flush=True)
+    logs.error(str(engine.dead))
     await asyncio.sleep(DEAD_SECONDS)
-    http.should_exit = True
+    for http in servers:
+        http.should_exit = True
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, option: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family)
     try:
@@ -105,5 +128,5 @@ def _bind(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise ConfigError(f"cannot listen on --host {host} --port {port}: {error.strerror}") from None
+        raise ConfigError(f"cannot listen on {host}, {option} {port}: {error.strerror}") from None
     return made

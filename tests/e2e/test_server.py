@@ -20,26 +20,17 @@ for extra in ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client"):
 from slipstream import LLM, SamplingParams
 from slipstream.cli import main
 from slipstream.models.default import packaged_gguf
-from tests.support.kit import perturb, tiny_model_dir
-from tests.support.server import RunningServer, until
+from tests.support.server import ENGINE, RunningServer, served_models, until
 
-TEMPLATE = (
-    "{% for m in messages %}{{ 'w90 ' if m.role == 'user' else 'w91 ' }}{{ m.content }} {% endfor %}"
-    "{% if add_generation_prompt %}w91{% endif %}"
-)
 PROMPT = "w5 w9 w31 w7 w60"
 CHAT = [{"role": "user", "content": "w5 w9"}]
 GREEDY = {"temperature": 0, "ignore_eos": True}
 SEEDED = {"temperature": 0.9, "top_k": 40, "top_p": 0.95, "seed": 3, "ignore_eos": True}
-ENGINE = ("--dtype", "float64", "--device", "cpu")
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    root = tmp_path_factory.mktemp("server")
-    target = tiny_model_dir(root / "target", seed=1)
-    (target / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return {"target": str(target), "draft": str(perturb(target, root / "draft", scale=0.02))}
+    return served_models(tmp_path_factory.mktemp("server"))
 
 
 @pytest.fixture(scope="module")

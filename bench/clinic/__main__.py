@@ -74,7 +74,7 @@ def run(chosen: list[Any], given: argparse.Namespace) -> dict[str, Any]:
             facts |= {"where": given.model, "options": case.options, "after_options": case.after_options}
             measured.append({**facts, **measure_engine(case, given.model, batch=given.batch)})
         else:
-            loop = loop or Loop("cuda")
+            loop = loop or Loop("cuda", captured=True)
             measured.append({**facts, "where": "loop", **measure_pair(case, loop)})
     return {
         "date": datetime.date.today().isoformat(),

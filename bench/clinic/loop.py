@@ -1,4 +1,4 @@
-"""A small decode loop as many programs have one: eager layers, a few rows, host bookkeeping around them."""
+"""A small decode loop as many programs have one: a model's layers, a few rows, host bookkeeping around them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ RING = 9
 class Loop:
     """State of B sequences and a stack of MLP layers that one step streams through.
 
-    On a GPU the sizes give about 1 ms of device work per step and half of that in launches, so that a loop which does
-    not wait is bound by the device. On a CPU they are tiny, in float64, so that both forms of a pair choose the same
-    tokens. Everything that a step changes is put back by `reset`.
+    On a GPU the sizes give about 1 ms of device work per step. captured: the layers are a CUDA graph per number of rows,
+    as serving engines have them, so that a loop which does not wait is bound by the device and not by the host's
+    launches. On a CPU the sizes are tiny, in float64, so that both forms of a pair choose the same tokens. Everything
+    that a step changes is put back by `reset`.
 
     token_B, pos_B, accepted_B, rows_B int64 [B]; active_B, finished_B bool [B]; table_BP int64 [B, P]. kv_LH: a cache
     with the rows of all layers in one tensor; a step adds kv_step of them.
     """
 
-    def __init__(self, device: str | torch.device, *, tiny: bool | None = None) -> None:
+    def __init__(self, device: str | torch.device, *, tiny: bool | None = None, captured: bool = False) -> None:
         self.device = torch.device(device)
+        self.captured = captured
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]] = {}
         on_gpu = self.device.type == "cuda"
         tiny = not on_gpu if tiny is None else tiny
         self.slots, self.pages, self.max_len = 8, 16, 2048
@@ -77,7 +80,28 @@ class Loop:
         self.seen: list[list[int]] = []
 
     def forward(self, token_R: Tensor, pos_R: Tensor) -> Tensor:
-        """Next token of each row [R]."""
+        """Next token of each row [R]; captured, the same buffer every time."""
+        if not self.captured:
+            return self._layers(token_R, pos_R)
+        graph, in_token_R, in_pos_R, out_R = self._graph(len(token_R))
+        in_token_R.copy_(token_R)
+        in_pos_R.copy_(pos_R)
+        graph.replay()
+        return out_R
+
+    def _graph(self, rows: int) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Tensor]:
+        """The layers for this many rows, captured on first use: graph, tokens [R], positions [R], next tokens [R]."""
+        if rows not in self._graphs:
+            token_R, pos_R = self.token_B.new_ones(rows), self.token_B.new_ones(rows)
+            self._layers(token_R, pos_R)  # libraries make their workspaces
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out_R = self._layers(token_R, pos_R)
+            self._graphs[rows] = graph, token_R, pos_R, out_R
+        return self._graphs[rows]
+
+    def _layers(self, token_R: Tensor, pos_R: Tensor) -> Tensor:
         x_RH = self.embed_VH[token_R] + self.position_LH[pos_R]
         for up, down in self.layers:
             normed_RH = F.rms_norm(x_RH, x_RH.shape[-1:], self.gain_H)

@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def loop() -> Loop:
-    return Loop("cuda")  # full size: small blocks would never make the allocator grow
+    return Loop("cuda", captured=True)  # full size: small blocks would never make the allocator grow
 
 
 @pytest.mark.parametrize("case", [c for c in cases() if isinstance(c, Pair)], ids=lambda c: c.name)

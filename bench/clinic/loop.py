@@ -14,9 +14,9 @@ RING = 9
 class Loop:
     """State of B sequences and a stack of MLP layers that one step streams through.
 
-    On a GPU the sizes give about 1 ms of device work per step. captured: the layers are a CUDA graph per number of rows,
-    as serving engines have them, so that a loop which does not wait is bound by the device and not by the host's
-    launches. On a CPU the sizes are tiny, in float64, so that both forms of a pair choose the same tokens. Everything
+    On a GPU the sizes give about 1 ms of device work per step. captured: the layers are a CUDA graph per number of
+    rows, as serving engines have them, so that a loop which does not wait is bound by the device and not by the
+    host's launches. On a CPU the sizes are tiny, in float64, so that both forms of a pair choose the same tokens. All
     that a step changes is put back by `reset`.
 
     token_B, pos_B, accepted_B, rows_B int64 [B]; active_B, finished_B bool [B]; table_BP int64 [B, P]. kv_LH: a cache

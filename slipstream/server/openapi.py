@@ -35,7 +35,7 @@ def posts(body: type[msgspec.Struct]) -> dict[str, Any]:
     request = {"required": True, "content": {"application/json": {"schema": {"$ref": _REF + body.__name__}}}}
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if body in (CompletionBody, ChatBody):
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["text/event-stream"] = {"schema": {}}
     return {"requestBody": request, "responses": _responses(answer, (400, 401, 403, 404, 408, 413, 429, 500, 503))}
 
 

@@ -63,6 +63,10 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     model = loaded.model
     if model.config.delta_layers:
         raise UnsupportedError(f"{model.config.architecture}: recurrent layers are not served yet")
+    if model.config.window:
+        raise UnsupportedError(
+            f"the engine has no sliding windows yet; the model has one of {model.config.window} tokens"
+        )
     source = _tokenizer_source(config, loaded)
     tokenizer = Tokenizer.from_path(source)
     num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,17 +17,20 @@ class DenseCausal:
     Source: Vaswani et al. 2017, eq. 1, with grouped query heads (Ainslie et al. 2023).
     """
 
-    def __init__(self, positions_R: Tensor) -> None:
+    def __init__(self, positions_R: Tensor, windows: Sequence[int] = ()) -> None:
+        """windows: of each layer, how many positions a row sees, its own included; 0 or no entry: all."""
         self.hidden_RR = positions_R[None, :] > positions_R[:, None]
+        back_RR = positions_R[:, None] - positions_R[None, :]
+        self.windowed = {i: self.hidden_RR | (back_RR >= w) for i, w in enumerate(windows) if w}
 
     def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
-        del layer
+        hidden_RR = self.windowed.get(layer, self.hidden_RR)
         rows, heads, dim = q_RND.shape
         kv_heads = k_RKD.shape[1]
         wide = torch.float64 if q_RND.dtype == torch.float64 else torch.float32
         q = q_RND.to(wide).view(rows, kv_heads, heads // kv_heads, dim)
         scores = torch.einsum("rkgd,skd->kgrs", q, k_RKD.to(wide)) * dim**-0.5
-        probs = scores.masked_fill(self.hidden_RR, float("-inf")).softmax(-1)
+        probs = scores.masked_fill(hidden_RR, float("-inf")).softmax(-1)
         out = torch.einsum("kgrs,skd->rkgd", probs, v_RKD.to(wide))
         return out.reshape(rows, heads, dim).to(q_RND.dtype)
 

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ModelLoadError, UnsupportedError
-from slipstream.models.rope import RopeConfig, parse_rope
+from slipstream.models.rope import RopeConfig, parse_rope, rope_values
+
+GEMMA3 = "Gemma3ForCausalLM"
 
 # Names for configs that carry only `model_type`.
 _BY_MODEL_TYPE = {
+    "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -23,7 +26,7 @@ _BY_MODEL_TYPE = {
     "qwen3_next": "Qwen3NextForCausalLM",
 }
 _HYBRID = ("Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3NextForCausalLM")
-FULL, DELTA = "full_attention", "linear_attention"
+FULL, WINDOW, DELTA = "full_attention", "sliding_attention", "linear_attention"
 _DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -70,8 +73,12 @@ class ModelConfig:
     qkv_bias, o_bias, mlp_bias: those projections add a bias. qk_norm: RMSNorm per head on q and k before
     RoPE. eos_ids: the ids that end a sequence, those of `generation_config` where it names any.
     quantization: the checkpoint's `quantization_config`, or None. prefix: of the decoder's tensors. norm_offset: added
-    to the stored gains of norms. output_gate: q_proj holds a gate beside each query. layer_types: FULL or DELTA of each
-    layer, empty where all are FULL. delta: the sizes of those. mtp_layers: prediction layers after the last one.
+    to the stored gains of norms. output_gate: q_proj holds a gate beside each query. layer_types: FULL, WINDOW or DELTA
+    of each layer, empty where all are FULL. delta: the sizes of those. mtp_layers: prediction layers behind the last.
+    window: in WINDOW layers a token sees itself and the window - 1 tokens before it. rope_local: rotary positions of
+    those layers, where they have their own. embedding_scale: embeddings are multiplied by it. query_scalar: attention
+    scores are divided by its root; 0: by that of the head size. sandwich_norms: the results of attention and of the
+    MLP are normed too.
     """
 
     architecture: str
@@ -101,6 +108,11 @@ class ModelConfig:
     torch_dtype: str | None = None
     quantization: Mapping[str, Any] | None = None
     generation: Mapping[str, Any] = field(default_factory=dict)
+    window: int = 0
+    rope_local: RopeConfig | None = None
+    embedding_scale: float = 1.0
+    query_scalar: float = 0.0
+    sandwich_norms: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -132,7 +144,13 @@ class ModelConfig:
     def kv_layers(self) -> tuple[int, ...]:
         """The layers that keep keys and values, in order; a layer's place among them is its place in the cache."""
         kinds = self.layer_types or (FULL,) * self.num_layers
-        return tuple(i for i, kind in enumerate(kinds) if kind == FULL)
+        return tuple(i for i, kind in enumerate(kinds) if kind != DELTA)
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Of each of `kv_layers`: its window, 0 where it sees everything before it."""
+        windowed = [bool(self.layer_types) and self.layer_types[i] == WINDOW for i in self.kv_layers]
+        return tuple(self.window if w else 0 for w in windowed)
 
     @property
     def delta_layers(self) -> tuple[int, ...]:
@@ -180,8 +198,8 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
     hidden = _int(values, "hidden_size")
     heads = _int(values, "num_attention_heads")
     max_positions = _int(values, "max_position_embeddings", 2048)
-    _check_activation(values)
-    _check_window(values, arch, max_positions)
+    _check_activation(values, arch)
+    layers = _int(values, "num_hidden_layers")
     head_dim = values.get("head_dim")
     if head_dim is None:
         if heads < 1 or hidden % heads:
@@ -189,7 +207,8 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
         head_dim = hidden // heads
     attention_bias = bool(values.get("attention_bias", False))
     hybrid = arch in _HYBRID
-    rope = parse_rope(values, head_dim, max_positions)
+    window, kinds = (0, ()) if hybrid else _windows(values, arch, layers, max_positions)
+    rope = parse_rope(rope_values(values, FULL), head_dim, max_positions)
     rope.turned(head_dim)
     if rope.partial != 1.0 and not hybrid:
         raise UnsupportedError(f"partial_rotary_factor={rope.partial} is not supported for {arch}; only 1.0 is")
@@ -199,7 +218,7 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
         architecture=arch,
         vocab_size=_int(values, "vocab_size"),
         hidden_size=hidden,
-        num_layers=_int(values, "num_hidden_layers"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=_int(values, "num_key_value_heads", heads),
         head_dim=_whole("head_dim", head_dim),
@@ -207,15 +226,16 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
         rms_norm_eps=_float(values, "rms_norm_eps", 1e-6),
         rope=rope,
         max_position_embeddings=max_positions,
-        tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+        tie_word_embeddings=bool(values.get("tie_word_embeddings", arch == GEMMA3)),
         qkv_bias=True if arch == "Qwen2ForCausalLM" else attention_bias,
         o_bias=False if arch == "Qwen2ForCausalLM" else attention_bias,
         mlp_bias=arch == "LlamaForCausalLM" and bool(values.get("mlp_bias", False)),
-        qk_norm=hybrid or arch == "Qwen3ForCausalLM",
+        qk_norm=hybrid or arch in ("Qwen3ForCausalLM", GEMMA3),
         prefix="model.language_model." if arch.endswith("ForConditionalGeneration") else "model.",
-        norm_offset=1.0 if hybrid else 0.0,
+        norm_offset=1.0 if hybrid or arch == GEMMA3 else 0.0,
         output_gate=hybrid and bool(values.get("attn_output_gate", True)),
-        layer_types=_layer_types(values) if hybrid else (),
+        layer_types=_layer_types(values) if hybrid else kinds,
+        window=window if WINDOW in kinds else 0,
         delta=_delta(values) if hybrid else None,
         mtp_layers=_int(values, "mtp_num_hidden_layers", 0),
         bos_token_id=bos if isinstance(bos, int) else None,
@@ -223,7 +243,25 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
         torch_dtype=_dtype_name(values),
         quantization=values.get("quantization_config"),
         generation=generation,
+        **(_gemma3(values, hidden, head_dim, max_positions) if arch == GEMMA3 else {}),
     )
+
+
+def _gemma3(values: Mapping[str, Any], hidden: int, head_dim: int, max_positions: int) -> dict[str, Any]:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if values.get(name) is not None:
+            raise UnsupportedError(f"{name}={values[name]!r} is not supported; only null is")
+    if values.get("use_bidirectional_attention"):
+        raise UnsupportedError("use_bidirectional_attention=true is not supported: a decoder sees what is before it")
+    scalar = _float(values, "query_pre_attn_scalar", 256.0)
+    if not 0 < scalar < math.inf:
+        raise ModelLoadError(f"model config: query_pre_attn_scalar={scalar} must be above 0")
+    return {
+        "rope_local": parse_rope(rope_values(values, WINDOW), head_dim, max_positions),
+        "embedding_scale": hidden**0.5,
+        "query_scalar": scalar,
+        "sandwich_norms": True,
+    }
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:
@@ -251,18 +289,12 @@ def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _layer_types(values: Mapping[str, Any]) -> tuple[str, ...]:
     """The kind of each layer; without a list every `full_attention_interval`-th is full attention."""
     layers = _int(values, "num_hidden_layers")
-    kinds = values.get("layer_types")
-    if kinds is None:
+    if values.get("layer_types") is None:
         every = _int(values, "full_attention_interval", 4)
         if every < 1:
             raise ModelLoadError(f"model config: full_attention_interval={every} must be above 0")
         return tuple(DELTA if (i + 1) % every else FULL for i in range(layers))
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(k, str) for k in kinds):
-        raise ModelLoadError(f"model config: layer_types must name a kind for each of the {layers} layers")
-    for kind in kinds:
-        if kind not in (FULL, DELTA):
-            raise UnsupportedError(f"layer_types has {kind!r}; the known kinds are {FULL!r} and {DELTA!r}")
-    return tuple(kinds)
+    return _kinds(values, layers, (FULL, DELTA))
 
 
 def _delta(values: Mapping[str, Any]) -> DeltaConfig:
@@ -275,22 +307,48 @@ def _delta(values: Mapping[str, Any]) -> DeltaConfig:
     )
 
 
-def _check_activation(values: Mapping[str, Any]) -> None:
-    act = values.get("hidden_act", "silu")
-    if act not in ("silu", "swish"):
-        raise UnsupportedError(f"hidden_act={act!r} is not supported; the known one is 'silu'")
+def _check_activation(values: Mapping[str, Any], arch: str) -> None:
+    name, known = ("hidden_activation", ("gelu_pytorch_tanh",)) if arch == GEMMA3 else ("hidden_act", ("silu", "swish"))
+    act = values.get(name, known[0])
+    if act not in known:
+        raise UnsupportedError(f"{name}={act!r} is not supported; the known one is {known[0]!r}")
 
 
-def _check_window(values: Mapping[str, Any], arch: str, max_positions: int) -> None:
-    window = values.get("sliding_window")
+def _windows(values: Mapping[str, Any], arch: str, layers: int, max_positions: int) -> tuple[int, tuple[str, ...]]:
+    """The window, and FULL or WINDOW of each layer: those that `layer_types` names, or the architecture's pattern.
+
+    (0, ()) where no layer has one. A window that no sequence outgrows only counts where such layers differ otherwise.
+    Raises ModelLoadError for one below 1, or for layer types that do not fit the layers.
+    """
+    window = values.get("sliding_window", 4096 if arch == GEMMA3 else None)
     default_use = not arch.startswith("Qwen")  # Qwen writes a window beside use_sliding_window=false
     if window is None or not values.get("use_sliding_window", default_use):
-        return
-    if _whole("sliding_window", window) < max_positions:
-        raise UnsupportedError(
-            f"sliding_window={window} below max_position_embeddings={max_positions} is not supported; "
-            f"use a checkpoint without a window"
+        return 0, ()
+    if _whole("sliding_window", window) < 1:
+        raise ModelLoadError(
+            f"model config: sliding_window={window} must be at least 1 (a token sees itself), or null for no window"
         )
+    if window >= max_positions and arch != GEMMA3:
+        return 0, ()
+    if values.get("layer_types") is not None:
+        return window, _kinds(values, layers, (FULL, WINDOW))
+    if arch == GEMMA3:
+        every = _int(values, "sliding_window_pattern", 6)
+        if every < 1:
+            raise ModelLoadError(f"model config: sliding_window_pattern={every} must be at least 1")
+        return window, tuple(WINDOW if (i + 1) % every else FULL for i in range(layers))
+    first = _int(values, "max_window_layers", 28) if arch.startswith("Qwen") else 0
+    return window, tuple(FULL if i < first else WINDOW for i in range(layers))
+
+
+def _kinds(values: Mapping[str, Any], layers: int, known: tuple[str, ...]) -> tuple[str, ...]:
+    kinds = values.get("layer_types")
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(isinstance(k, str) for k in kinds):
+        raise ModelLoadError(f"model config: layer_types must name a kind for each of the {layers} layers")
+    for kind in kinds:
+        if kind not in known:
+            raise UnsupportedError(f"layer_types has {kind!r}; the known kinds are {', '.join(map(repr, known))}")
+    return tuple(kinds)
 
 
 def _dtype_name(values: Mapping[str, Any]) -> str | None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.protocol import AttentionContext
-from slipstream.models.config import ModelConfig
+from slipstream.models.config import WINDOW, ModelConfig
 from slipstream.models.linear import Linear
-from slipstream.models.rope import RotaryTable
+from slipstream.models.rope import RopeConfig, RotaryTable
 from slipstream.models.weights import WeightBuilder
 
 
@@ -34,6 +34,8 @@ class Decoder:
 
     block: ClassVar[type[Block]]
     unused: ClassVar[tuple[str, ...]] = ()
+    fusable: ClassVar[bool] = True
+    """Whether `FusedDecoder` knows the block: pre-norm, SwiGLU, one rotary table."""
 
     def __init__(self, config: ModelConfig, weights: WeightBuilder) -> None:
         self.config: ModelConfig = config
@@ -44,14 +46,20 @@ class Decoder:
         self.blocks = [self.block(config, weights, i) for i in range(config.num_layers)]
         norm = config.prefix + "norm.weight"
         self.norm = weights.norm(norm, config.hidden_size, config.rms_norm_eps, config.norm_offset)
+        # Released models scale by the factor rounded to their own dtype.
+        self.embed_scale = float(torch.tensor(config.embedding_scale, dtype=self.dtype))
         self.head: Linear
         if config.tie_word_embeddings:
             self.head = self.embed.as_head()
         else:
             self.head = weights.head("lm_head", config.vocab_size, config.hidden_size)
-        self.rotary = RotaryTable(
-            config.rope, config.head_dim, config.max_position_embeddings, device=self.device, dtype=self.dtype
-        )
+        self.windows = [kind == WINDOW for kind in config.layer_types] or [False] * config.num_layers
+        self.rotary = self._rotary(config.rope)
+        self.local = None if config.rope_local is None else self._rotary(config.rope_local)
+
+    def _rotary(self, rope: RopeConfig) -> RotaryTable:
+        c = self.config
+        return RotaryTable(rope, c.head_dim, c.max_position_embeddings, device=self.device, dtype=self.dtype)
 
     def forward(
         self, tokens_R: Tensor, positions_R: Tensor, attn: AttentionContext, taps: tuple[int, ...] = ()
@@ -59,12 +67,16 @@ class Decoder:
         for tap in taps:
             assert 0 <= tap < len(self.blocks), f"tap {tap} is outside 0..{len(self.blocks) - 1}"
         x_RH = self.embed(tokens_R)
-        cos, sin = self.rotary.at(positions_R)
+        if self.embed_scale != 1.0:
+            x_RH = x_RH * self.embed_scale
+        full = (self.rotary, *self.rotary.at(positions_R))
+        windows = self.windows
+        windowed = full if self.local is None else (self.local, *self.local.at(positions_R))
         tapped: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
             if i in taps:
                 tapped[i] = x_RH
-            x_RH = block.forward(x_RH, self.rotary, cos, sin, attn)
+            x_RH = block.forward(x_RH, *(windowed if windows[i] else full), attn)
         return self.norm(x_RH), [tapped[i] for i in taps]
 
     def logits(self, hidden_RH: Tensor) -> Tensor:

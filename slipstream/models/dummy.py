@@ -90,6 +90,8 @@ def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     for i in range(c.num_layers):
         p = f"{c.prefix}layers.{i}."
         shapes[p + "input_layernorm.weight"] = shapes[p + "post_attention_layernorm.weight"] = (h,)
+        if c.sandwich_norms:
+            shapes[p + "pre_feedforward_layernorm.weight"] = shapes[p + "post_feedforward_layernorm.weight"] = (h,)
         full = i in c.kv_layers
         for name, rows, columns, bias in (*mlp, *(attention if full else _delta_linears(c))):
             shapes[f"{p}{name}.weight"] = (rows, columns)

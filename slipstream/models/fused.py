@@ -101,7 +101,7 @@ class FusedDecoder:
     @staticmethod
     def fits(model: object) -> bool:
         """A bf16 or float32 `Decoder` of dense layers on a GPU, without biases where the kernels take none."""
-        if not isinstance(model, Decoder) or model.device.type != "cuda":
+        if not isinstance(model, Decoder) or model.device.type != "cuda" or not model.fusable or model.config.window:
             return False
         if model.dtype not in (torch.bfloat16, torch.float32) or not isinstance(model.embed, Embedding):
             return False

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor
 
 from slipstream.errors import ModelLoadError, UnsupportedError
 from slipstream.models.blocks import Int4Blocks, Int8Blocks
-from slipstream.models.config import ModelConfig
+from slipstream.models.config import FULL, GEMMA3, WINDOW, ModelConfig
 from slipstream.models.gguf import READABLE, GGUFFile
 from slipstream.models.gguf_blocks import INT4, Bytes, dequantize, read_int4, read_int8
 from slipstream.models.rope import RopeConfig
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma3": GEMMA3,
+}  # fmt: skip
 _LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -27,6 +30,15 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+# What stands behind attention, and around the MLP, has names of its own where results are normed too.
+_SANDWICH = {
+    **_LAYER,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GEMMA3_EVERY, _GEMMA3_LOCAL_BASE = 6, 10_000.0
+"""llama.cpp's own for files that do not say: every sixth layer sees everything; the rotary base of the others."""
 _TOP = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight"}  # fmt: skip
 _ROPE_DIVISORS = "rope_freqs.weight"
@@ -59,7 +71,8 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         raise UnsupportedError(f"{where}: rope.dimension_count must equal the head size {head_dim}")
     window = meta.get(f"{arch}.attention.sliding_window")
     context = get("context_length")
-    if window and window < context:
+    special = _gemma3(get, hidden, head_dim) if arch == "gemma3" else {}
+    if window and window < context and not special:
         raise UnsupportedError(
             f"{where}: attention.sliding_window={window} below the context {context} is not supported"
         )
@@ -87,7 +100,29 @@ def read_gguf_config(file: GGUFFile) -> ModelConfig:
         bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
         eos_ids=_eos(meta),
         torch_dtype=None,
+        **special,
     )
+
+
+def _gemma3(get: Callable[..., Any], hidden: int, head_dim: int) -> dict[str, Any]:
+    """What Gemma 3 has beyond the others. The gains in the file are 1 + w already."""
+    window, layers = get("attention.sliding_window"), get("block_count")
+    every = get("attention.sliding_window_pattern", _GEMMA3_EVERY)
+    if not isinstance(window, int) or window < 1 or not isinstance(every, int) or every < 1:
+        raise ModelLoadError(
+            f"gemma3.attention.sliding_window={window} and sliding_window_pattern={every} must be at least 1"
+        )
+    kinds = tuple(WINDOW if (i + 1) % every else FULL for i in range(layers))
+    # The 27B model alone divides by the root of its hidden size per head; a file does not say so.
+    scalar = hidden / get("attention.head_count") if layers == 62 else head_dim
+    return {
+        "layer_types": kinds,
+        "window": window if WINDOW in kinds else 0,
+        "rope_local": RopeConfig(theta=float(get("rope.freq_base_swa", _GEMMA3_LOCAL_BASE))),
+        "embedding_scale": hidden**0.5,
+        "query_scalar": scalar,
+        "sandwich_norms": True,
+    }
 
 
 def _eos(meta: dict[str, Any]) -> tuple[int, ...]:
@@ -128,7 +163,7 @@ class GGUFWeights:
         self._file = file
         self._interleaved = config.architecture == "LlamaForCausalLM"
         self._heads = {"q": config.num_heads, "k": config.num_kv_heads}
-        back = {gguf: hf for hf, gguf in _LAYER.items()}
+        back = {gguf: hf for hf, gguf in (_SANDWICH if config.sandwich_norms else _LAYER).items()}
         self._stored: dict[str, str] = {}
         for name, tensor in file.tensors.items():
             if name == _ROPE_DIVISORS:

@@ -38,6 +38,12 @@ def swiglu(gate_up_R2F: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
+def geglu(gate_up_R2F: Tensor) -> Tensor:
+    """gelu(gate) * up, with the tanh form of GELU (arXiv 2002.05202): [R, 2F] -> [R, F]."""
+    gate, up = gate_up_R2F.chunk(2, -1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
 class Embedding:
     """Token ids [R] to rows [R, H] of a table [V, H]."""
 

@@ -12,6 +12,7 @@ GROUP = "slipstream.models"
 """Entry point group: the name is the architecture in `config.json`, the value "module:Class" of a Model."""
 
 MODELS: dict[str, str] = {
+    "Gemma3ForCausalLM": "slipstream.models.gemma3:Gemma3",
     "LlamaForCausalLM": "slipstream.models.llama:Llama",
     "MistralForCausalLM": "slipstream.models.llama:Llama",
     "Qwen2ForCausalLM": "slipstream.models.qwen2:Qwen2",

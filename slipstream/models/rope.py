@@ -50,6 +50,22 @@ class RopeConfig:
         return turned
 
 
+def rope_values(values: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    """What `parse_rope` reads, for layers of one kind ("full_attention", "sliding_attention") of an HF config.
+
+    Newer configs have an entry for each kind in `rope_parameters`; older ones of Gemma 3 `rope_local_base_freq` for
+    layers with a window, which are never scaled. Where neither is there all layers are alike.
+    """
+    params = values.get("rope_parameters")
+    if isinstance(params, Mapping) and kind in params:
+        return {"rope_parameters": params[kind]}
+    if values.get("model_type") == "gemma3_text":
+        if kind == "sliding_attention":
+            return {"rope_theta": values.get("rope_local_base_freq", 10_000.0)}
+        return {"rope_theta": 1_000_000.0, **values}
+    return values
+
+
 def parse_rope(values: Mapping[str, Any], head_dim: int, max_positions: int) -> RopeConfig:
     """RopeConfig from an HF config: `rope_theta` + `rope_scaling`, or the newer `rope_parameters`."""
     params = values.get("rope_parameters") or values.get("rope_scaling") or {}

@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from slipstream.attention.dense import DenseCausal
 from slipstream.models import LoadedModel, load_model
 
-CASES = ("target_llama", "target_qwen3", "target_qwen3_5")
+CASES = ("target_llama", "target_qwen3", "target_gemma3", "target_qwen3_5")
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 HYBRID = {"atol": 1e-3, "rtol": 1e-3}
 
 
 def close(case: str) -> dict[str, float]:
-    return CLOSE if case in ("target_llama", "target_qwen3") else HYBRID
+    return CLOSE if case != "target_qwen3_5" else HYBRID
 
 
 def run(loaded: LoadedModel, tokens_R: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -26,7 +26,7 @@ def run(loaded: LoadedModel, tokens_R: torch.Tensor) -> tuple[torch.Tensor, list
     positions_R = torch.arange(len(tokens_R))
     taps = tuple(range(model.config.num_layers))
     with torch.inference_mode():
-        hidden_RH, tapped = model.forward(tokens_R, positions_R, DenseCausal(positions_R), taps)
+        hidden_RH, tapped = model.forward(tokens_R, positions_R, DenseCausal(positions_R, model.config.windows), taps)
         return model.logits(hidden_RH), [*tapped, hidden_RH]
 
 

@@ -18,6 +18,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 HYBRID: dict[str, Any] = {
     "num_hidden_layers": 3,
@@ -30,11 +31,20 @@ HYBRID: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }
 
+GEMMA: dict[str, Any] = {
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "rope_local_base_freq": 100.0,
+    "query_pre_attn_scalar": 8,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+}
+
 
 def tiny_values(arch: str = "llama", **changes: Any) -> dict[str, Any]:
     """Values of a `config.json`: 2 layers, hidden size 32, vocabulary 96, 512 positions, then `changes`.
 
-    Hybrids: a delta layer, full attention, a delta layer.
+    Hybrids: a delta layer, full attention, a delta layer. Gemma: a layer with a window of 8, then one without.
     """
     values: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[arch]],
@@ -55,7 +65,7 @@ def tiny_values(arch: str = "llama", **changes: Any) -> dict[str, Any]:
         "eos_token_id": 2,
         "torch_dtype": "float32",
     }
-    values |= (HYBRID if arch == "qwen3_5_text" else {}) | changes
+    values |= {"qwen3_5_text": HYBRID, "gemma3_text": GEMMA}.get(arch, {}) | changes
     return values
 
 

@@ -24,14 +24,20 @@ _NAMES = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+_SANDWICH = {
+    **_NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 _TOP = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "output"}
 
 
-def gguf_name(name: str) -> str:
-    """GGUF's name for a Hugging Face tensor."""
+def gguf_name(name: str, *, sandwich: bool = False) -> str:
+    """GGUF's name for a Hugging Face tensor. sandwich: of a model that norms the results of its blocks' halves too."""
     parts = name.split(".")
     if parts[:2] == ["model", "layers"]:
-        return f"blk.{parts[2]}.{_NAMES[parts[-2]]}.{parts[-1]}"
+        return f"blk.{parts[2]}.{(_SANDWICH if sandwich else _NAMES)[parts[-2]]}.{parts[-1]}"
     return f"{_TOP[parts[-2]]}.{parts[-1]}"
 
 
@@ -54,7 +60,7 @@ def write_tiny_gguf(
     """Write a tiny model. kinds: GGUF type by the last-but-one part of a Hugging Face name ("q_proj"), or "*" for
     all other matrices; F32 where nothing is said. Returns the float32 tensors that the file really holds, by
     Hugging Face name."""
-    config = tiny_config(arch, **changes)
+    config = tiny_config("gemma3_text" if arch == "gemma3" else arch, **changes)
     kinds = kinds or {}
     writer = gguf.GGUFWriter(str(path), arch)
     writer.add_block_count(config.num_layers)
@@ -69,6 +75,10 @@ def write_tiny_gguf(
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_eos_token_id(2)
     writer.add_bos_token_id(1)
+    if config.window:
+        writer.add_sliding_window(config.window)
+        writer.add_sliding_window_pattern(2)
+        writer.add_float32(f"{arch}.rope.freq_base_swa", 100.0)
     for key, value in (metadata or {}).items():
         (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
     held: dict[str, torch.Tensor] = {}
@@ -77,11 +87,17 @@ def write_tiny_gguf(
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
         moved = arch == "llama" and heads is not None
         stored = interleave_heads(w, heads) if moved and heads else w
+        if name.endswith("norm.weight"):
+            stored = stored + config.norm_offset  # the file holds the gain itself
         data = gguf.quants.quantize(stored.numpy(), gguf.GGMLQuantizationType[kind])
-        writer.add_tensor(gguf_name(name), data, raw_dtype=gguf.GGMLQuantizationType[kind])
+        writer.add_tensor(
+            gguf_name(name, sandwich=config.sandwich_norms), data, raw_dtype=gguf.GGMLQuantizationType[kind]
+        )
         back = torch.from_numpy(np.array(gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])))
         if moved and heads:
             back = back.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+        if name.endswith("norm.weight"):
+            back = back - config.norm_offset
         held[name] = back.reshape(w.shape).contiguous()
     if rope_divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(rope_divisors, np.float32))

@@ -30,10 +30,19 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_scaling": LLAMA3, "rope_theta": 5e5}),
     ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
     ("mistral", {"sliding_window": None, "head_dim": 16}),
+    ("mistral", {"sliding_window": 24}),
     ("qwen2", {}),
     ("qwen2", {"tie_word_embeddings": True, "sliding_window": 8, "use_sliding_window": False}),
     ("qwen2", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}}),
+    ("qwen2", {"sliding_window": 24, "use_sliding_window": True, "max_window_layers": 1}),
     ("qwen3", {}),
+    (
+        "qwen3",
+        {"sliding_window": 9, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    ("gemma3_text", {}),
+    ("gemma3_text", {"query_pre_attn_scalar": 24, "sliding_window": 1}),
+    ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     ("qwen3_5_text", {}),
     ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
@@ -44,7 +53,9 @@ def run(loaded: LoadedModel, tokens_R: torch.Tensor) -> tuple[torch.Tensor, list
     positions_R = torch.arange(len(tokens_R))
     taps = tuple(range(loaded.config.num_layers))
     with torch.inference_mode():
-        hidden, tapped = loaded.model.forward(tokens_R, positions_R, DenseCausal(positions_R), taps)
+        hidden, tapped = loaded.model.forward(
+            tokens_R, positions_R, DenseCausal(positions_R, loaded.config.windows), taps
+        )
         return loaded.model.logits(hidden), [*tapped, hidden]
 
 
@@ -97,12 +108,12 @@ def hf_copy(folder: Path, arch: str, held: dict[str, torch.Tensor], **changes: A
     return folder
 
 
-@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"])
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
 def test_gguf_equals_its_dequantised_copy(tmp_path: Path, arch: str, kind: str) -> None:
     """In float32, where both hold the same numbers, the two loaders must give the same model."""
     held = write_tiny_gguf(tmp_path / "m.gguf", arch, kinds={"*": kind, "o_proj": "F32"})
-    plain = load_model(hf_copy(tmp_path / "hf", arch, held))
+    plain = load_model(hf_copy(tmp_path / "hf", "gemma3_text" if arch == "gemma3" else arch, held))
     loaded = load_model(tmp_path / "m.gguf", dtype="float32")
     assert loaded.config.architecture == plain.config.architecture
     assert loaded.config.eos_ids == (2,)

@@ -18,7 +18,7 @@ from slipstream.errors import ModelLoadError, SlipstreamError, UnsupportedError
 from slipstream.models.gguf import GGUFFile
 from slipstream.models.gguf_blocks import INT4, dequantize, read_int4, read_int8
 
-WRITABLE = ("Q4_0", "Q4_1", "Q8_0", "F16", "BF16", "F32")
+WRITABLE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "F32")
 
 
 def random_values(rows: int, columns: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -30,7 +30,7 @@ def random_blocks(kind: str, rows: int, columns: int) -> np.ndarray[Any, np.dtyp
     rng = np.random.default_rng(1)
     _, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
     blocks = rng.integers(0, 256, (rows * columns // 256, size), dtype=np.uint8)
-    places = {"Q4_K": (0, 2), "Q6_K": (208,)}[kind]
+    places = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}[kind]
     for at in places:
         scale = rng.uniform(0.001, 0.01, len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = scale[:, None].view(np.uint8)
@@ -72,7 +72,7 @@ def test_types_that_gguf_writes(tmp_path: Path, kind: str) -> None:
     assert torch.equal(dequantize(file.raw("v"), "F32").flatten(), torch.from_numpy(random_values(1, 5)[0]))
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
 def test_k_quants(kind: str) -> None:
     blocks = random_blocks(kind, 4, 512)
     want = torch.from_numpy(gguf.quants.dequantize(blocks, Kind[kind]))
@@ -102,8 +102,8 @@ def test_metadata(tmp_path: Path) -> None:
 
 
 def test_other_types_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"Q5_0.*Q4_K"):
-        dequantize(np.zeros((1, 22), np.uint8), "Q5_0")
+    with pytest.raises(UnsupportedError, match=r"IQ4_NL.*Q4_K"):
+        dequantize(np.zeros((1, 18), np.uint8), "IQ4_NL")
     path = write(tmp_path / "x.gguf", {"w": (random_values(1, 8), "F32")})
     raw = bytearray(path.read_bytes())
     at = raw.index(b"w", 60) + 1 + 4 + 8 * 2

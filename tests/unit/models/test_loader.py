@@ -182,7 +182,7 @@ def test_damaged_gguf(tmp_path: Path) -> None:
         (b"llama.block_count", b"llama.block_cownt", "'llama.block_count'"),
         (b"blk.1.ffn_up.weight", b"blk.1.ffn_uq.weight", "blk.1.ffn_uq.weight"),
         (b"token_embd.weight", b"token_embq.weight", "'token_embd.weight'"),
-        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0gemma", "'gemma'"),
+        (b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba", "'mamba'"),
     ],
 )
 def test_gguf_that_lacks_something(tmp_path: Path, old: bytes, new: bytes, shown: str) -> None:
@@ -208,8 +208,8 @@ def test_gguf_options_that_are_not_built(tmp_path: Path) -> None:
 
 def test_gguf_of_another_quantisation_is_named(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
-    write_tiny_gguf(path, kinds={"*": "Q5_0"})
-    assert "Q5_0" in fails(path)
+    write_tiny_gguf(path, kinds={"*": "TQ2_0"}, hidden_size=256, intermediate_size=256, head_dim=64)
+    assert "TQ2_0" in fails(path)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", None])

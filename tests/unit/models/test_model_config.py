@@ -108,9 +108,32 @@ def test_unused_windows_are_accepted() -> None:
     parse_hf_config(tiny_values("qwen2", sliding_window=64))
 
 
+def test_windows_of_layers() -> None:
+    """layer_types rules; without it Gemma's pattern, Qwen's first layers, or every layer."""
+    for arch, changes, want in (
+        ("mistral", {"sliding_window": 64}, (64, 64)),
+        ("qwen2", {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (0, 64)),
+        ("qwen3", {"sliding_window": 9, "use_sliding_window": True,
+                   "layer_types": ["sliding_attention", "full_attention"]}, (9, 0)),
+        ("gemma3_text", {}, (8, 0)),
+        ("gemma3_text", {"sliding_window_pattern": 1}, (0, 0)),
+        ("llama", {}, (0, 0)),
+    ):  # fmt: skip
+        assert parse_hf_config(tiny_values(arch, **changes)).windows == want
+    new_names = tiny_values("gemma3_text", rope_parameters={
+        "full_attention": {"rope_theta": 5e5, "rope_type": "linear", "factor": 8.0},
+        "sliding_attention": {"rope_theta": 77.0, "rope_type": "default"},
+    })  # fmt: skip
+    config = parse_hf_config(new_names)
+    assert (config.rope.theta, config.rope.factor) == (5e5, 8.0)
+    assert config.rope_local is not None and (config.rope_local.theta, config.rope_local.factor) == (77.0, 1.0)
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("mistral", {"sliding_window": 64}, "sliding_window=64"),
-    ("qwen2", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window=64"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"hidden_activation": "relu"}, "hidden_activation='relu'"),
+    ("mistral", {"sliding_window": 64, "layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
@@ -128,6 +151,9 @@ def test_known_but_unsupported_options_are_named(arch: str, changes: dict[str, A
 
 
 SENSELESS: list[tuple[dict[str, Any], str]] = [
+    ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
+    ({"sliding_window": -3}, "sliding_window=-3"),
+    ({"sliding_window": 8, "layer_types": ["full_attention"]}, "each of the 2 layers"),
     ({"hidden_size": None}, "hidden_size"),
     ({"vocab_size": -4}, "vocab_size=-4"),
     ({"vocab_size": "many"}, "vocab_size='many'"),

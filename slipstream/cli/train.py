@@ -75,13 +75,13 @@ def parser(kind: str) -> Parser:
     )
     shape = parser.add_argument_group("draft")
     shape.add_argument("--taps", metavar="I,J,K", help="hidden states that are tapped (default: the format's own)")
+    shape.add_argument("--intermediate-size", type=int, metavar="N", help="width of the MLPs (default: the target's)")
     if kind == "eagle3":
         shape.add_argument("--draft-vocab", type=int, default=16_384, metavar="N", help="most frequent ids kept")
         shape.add_argument("--unroll", type=int, default=6, metavar="N", help="steps of the training-time test")
     else:
         shape.add_argument("--block-size", type=int, default=7, metavar="N", help="drafts per round")
         shape.add_argument("--layers", type=int, default=2, metavar="N")
-        shape.add_argument("--intermediate-size", type=int, metavar="N")
         shape.add_argument("--markov-rank", type=int, default=32, metavar="N")
         shape.add_argument("--anchors", type=int, default=64, metavar="N", help="blocks per sequence and step")
         shape.add_argument("--mask-token-id", type=int, metavar="ID", help="an id that text never has")
@@ -213,7 +213,7 @@ def _head(kind: str, args: Any, teacher: Teacher, corpus: Corpus) -> DraftHead:
 
     if kind == "eagle3":
         ids = frequent_ids(corpus.token_NT, corpus.answer_NT, teacher.model_config.vocab_size, args.draft_vocab)
-        return Eagle3Head(teacher, ids, steps=args.unroll)
+        return Eagle3Head(teacher, ids, steps=args.unroll, inner=args.intermediate_size)
     mask = args.mask_token_id if args.mask_token_id is not None else _unused_id(teacher, corpus)
     return DSparkHead(
         teacher, mask_token_id=mask, block=args.block_size, layers=args.layers, rank=args.markov_rank,

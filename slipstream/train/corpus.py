@@ -1,8 +1,8 @@
 """The training text: token sequences with a mask of what the model itself wrote.
 
 Everything is on policy: the answers, and unless a file gives prompts the user turns too, are the target's own
-(the model is asked to go on after the chat template's user header). Loops are dropped: they would teach a draft to
-repeat.
+(the model is asked to go on after the chat template's user header). Answers that do little but repeat themselves are
+dropped: they would teach a draft nothing else.
 """
 
 from __future__ import annotations

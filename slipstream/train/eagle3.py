@@ -21,30 +21,34 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 class _Layer(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, inner: int) -> None:
         super().__init__()
         h, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = Norm(h, eps)
         self.hidden_norm = Norm(h, eps)
         self.self_attn = Projections(config, 2 * h, qk_norm=False)
         self.post_attention_layernorm = Norm(h, eps)
-        self.mlp = MLP(h, config.intermediate_size)
+        self.mlp = MLP(h, inner)
 
 
 class Eagle3Head(DraftHead):
     """One layer over (embedding, feature); logits over a draft vocabulary whose rows are the target's own.
 
-    draft_ids_D int64 [Vd]: the target ids of the draft vocabulary, ascending.
+    draft_ids_D int64 [Vd]: the target ids of the draft vocabulary, ascending. inner: width of the MLP, the target's if
+    None.
     """
 
     kind = "eagle3"
 
-    def __init__(self, teacher: Teacher, draft_ids_D: Tensor, *, steps: int = 7, decay: float = 0.8) -> None:
+    def __init__(
+        self, teacher: Teacher, draft_ids_D: Tensor, *, steps: int = 7, decay: float = 0.8, inner: int | None = None
+    ) -> None:
         super().__init__()
         c = teacher.model_config
+        self.inner = inner or c.intermediate_size
         self.config, self.steps, self.decay = c, steps, decay
         self.fc = nn.Linear(len(teacher.taps) * c.hidden_size, c.hidden_size, bias=False)
-        self.midlayer = _Layer(c)
+        self.midlayer = _Layer(c, self.inner)
         self.norm = Norm(c.hidden_size, c.rms_norm_eps)
         self.taps = teacher.taps
         device = teacher.embed_VH.device
@@ -68,9 +72,11 @@ class Eagle3Head(DraftHead):
             end = teacher.last_block
             if end is not None:
                 self.midlayer.post_attention_layernorm.weight.copy_(end.post_norm_H)
-                self.midlayer.mlp.gate_proj.weight.copy_(end.gate_FH)
-                self.midlayer.mlp.up_proj.weight.copy_(end.up_FH)
-                self.midlayer.mlp.down_proj.weight.copy_(end.down_HF)
+                mlp, n = self.midlayer.mlp, min(self.inner, len(end.gate_FH))
+                mlp.gate_proj.weight[:n] = end.gate_FH[:n].to(mlp.gate_proj.weight.dtype)
+                mlp.up_proj.weight[:n] = end.up_FH[:n].to(mlp.up_proj.weight.dtype)
+                mlp.down_proj.weight[:, n:] *= 0.1  # columns of its own speak up as they learn
+                mlp.down_proj.weight[:, :n] = end.down_HF[:, :n].to(mlp.down_proj.weight.dtype)
 
     def loss(self, token_BT: Tensor, answer_BT: Tensor, features: Features) -> tuple[Tensor, dict[str, Any]]:
         """Mean over positions of soft cross entropy to the target, weighted decay^s over `steps` unrolled steps.
@@ -155,7 +161,7 @@ class Eagle3Head(DraftHead):
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "hidden_size": c.hidden_size,
-            "intermediate_size": c.intermediate_size,
+            "intermediate_size": self.inner,
             "num_hidden_layers": 1,
             "num_attention_heads": c.num_heads,
             "num_key_value_heads": c.num_kv_heads,

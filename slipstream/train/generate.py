@@ -48,7 +48,9 @@ class Recipe:
 
     conversations: answers wanted. max_len: most tokens of prompt and answer; a draft is no better than its luck at
     positions it has not seen. follow_ups: share of conversations whose prompt quotes earlier answers, up to half of
-    max_len of them. temperatures: answers cycle through them, 0 is greedy. seed: of every draw.
+    max_len of them. temperatures: answers cycle through them, 0 is greedy. distinct: least share of different 4-grams
+    in an answer; a small model's greedy answers do repeat themselves, and a draft has to follow them there too. seed:
+    of every draw.
     """
 
     conversations: int = 20_000
@@ -57,6 +59,7 @@ class Recipe:
     follow_ups: float = 0.3
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     top_p: float = 0.95
+    distinct: float = 0.3
     seed: int = 0
 
 
@@ -144,7 +147,7 @@ def answer(
         outs = llm.generate([ids for _, ids in asked[at : at + batch]], params[at : at + batch], use_tqdm=False)
         for (_, ids), out in zip(asked[at : at + batch], outs, strict=True):
             told = out.outputs[0]
-            if len(told.token_ids) >= 8 and not loops(told.token_ids):
+            if len(told.token_ids) >= 8 and not loops(told.token_ids, least=recipe.distinct):
                 made.append((ids, list(told.token_ids), told.text))
         if progress is not None:
             progress("answers", min(at + batch, len(asked)), len(asked))

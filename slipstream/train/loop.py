@@ -18,10 +18,14 @@ from slipstream.train.corpus import Corpus, load_tensors, write_tensors
 from slipstream.train.layers import DraftHead
 from slipstream.train.teacher import Teacher
 
+_POOL = 32
+"""Batches whose sequences are sorted by length together."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
-    """batch: sequences per step. steps: optimiser steps. warmup: share of them. checkpoint_every: steps, 0 never.
+    """batch: sequences of middling length per step; a step takes more of short ones and fewer of long ones, see
+    `batches`. steps: optimiser steps. warmup: share of them. checkpoint_every: steps, 0 never.
 
     overlap_from: share of the steps after which a head's late loss is used. time_limit: seconds after which training
     stops although steps are left; the schedule then follows the clock, so that the rate still ends at zero.
@@ -70,14 +74,30 @@ def learning_rate(done: float, options: TrainOptions) -> float:
     return options.lr * 0.5 * (1 + math.cos(math.pi * rest))
 
 
-def batches(count: int, options: TrainOptions) -> Iterator[Tensor]:
-    """Index batches, epoch after epoch, each epoch in an order of its own; the same for the same seed."""
-    epoch = 0
+def batches(length_N: Tensor, options: TrainOptions) -> Iterator[Tensor]:
+    """Index batches, epoch after epoch, each epoch in an order of its own; the same for the same seed.
+
+    length_N int64. Sequences of like length stand together, so that little of a batch is padding, and a batch holds as
+    many as give about options.batch times the mean length in tokens, padding included. Every sequence comes once per
+    epoch.
+    """
+    count, epoch = len(length_N), 0
+    room = max(1, round(options.batch * float(length_N.float().mean())))
     while True:
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(options.seed * 1_000_003 + epoch))
-        size = min(options.batch, count)
-        for at in range(0, count - size + 1, size):
-            yield order[at : at + size]
+        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
+        order = torch.randperm(count, generator=generator)
+        for pool in order.split(max(options.batch * _POOL, 1)):
+            ranked = pool[torch.argsort(length_N[pool], stable=True)]
+            made, at = [], 0
+            while at < len(ranked):
+                size = max(1, room // max(1, int(length_N[ranked[at]])))
+                # The longest of the batch decides: shrink until it fits.
+                while size > 1 and size * int(length_N[ranked[min(at + size, len(ranked)) - 1]]) > room:
+                    size -= 1
+                made.append(ranked[at : at + size])
+                at += size
+            for i in torch.randperm(len(made), generator=generator).tolist():
+                yield made[i]
         epoch += 1
 
 
@@ -107,7 +127,7 @@ def train(
     history, start = History(), 0
     if folder is not None and (folder / "state.json").is_file():
         start, history = _resume(folder, head, optimizer, identity)
-    order = batches(len(corpus), options)
+    order = batches(corpus.length_N, options)
     for _ in range(start):
         next(order)
     began, spent = time.perf_counter(), history.seconds

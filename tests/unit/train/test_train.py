@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -204,11 +205,42 @@ def test_small_things() -> None:
     options = TrainOptions(steps=100, batch=4, lr=1.0 / 2, warmup=0.1)
     rates = [learning_rate(s / 100, options) for s in range(100)]
     assert rates[0] == pytest.approx(0.05) and max(rates) == pytest.approx(0.5) and rates[-1] < 0.001
-    order = batches(10, options)
-    first = torch.cat([next(order), next(order)])
-    assert len(set(first.tolist())) == 8
     with pytest.raises(ConfigError, match="steps=0"):
         TrainOptions(steps=0)
+
+
+def test_batches_see_everything_once_and_hold_few_pads() -> None:
+    length_N = torch.tensor([5, 100, 7, 90, 6, 95, 8, 110, 5, 7, 6, 99])
+    options = TrainOptions(steps=100, batch=4)
+    room = 4 * int(length_N.sum()) / len(length_N)
+    for epoch_seed in (0, 1):
+        order = batches(length_N, replace(options, seed=epoch_seed))
+        for _ in range(2):
+            seen: list[int] = []
+            while len(seen) < len(length_N):
+                index_B = next(order)
+                assert len(index_B) == 1 or len(index_B) * int(length_N[index_B].max()) <= room + 1
+                # Short and long ones apart, but for the one batch where they meet.
+                seen += index_B.tolist()
+            assert sorted(seen) == list(range(len(length_N)))
+    again = batches(length_N, options)
+    assert [next(again).tolist() for _ in range(5)] == [
+        b.tolist() for b, _ in zip(batches(length_N, options), range(5), strict=False)
+    ]
+
+
+def test_a_wider_head_begins_where_the_narrow_one_does(teacher: Teacher, corpus: Corpus) -> None:
+    """Its own columns start small; what the target's last MLP gives is there."""
+    ids = torch.arange(teacher.model_config.vocab_size)
+    inner = teacher.model_config.intermediate_size
+    wide = Eagle3Head(teacher, ids, inner=2 * inner)
+    end = teacher.last_block
+    assert end is not None
+    assert torch.equal(wide.midlayer.mlp.down_proj.weight[:, :inner], end.down_HF)
+    assert wide.export()[1]["intermediate_size"] == 2 * inner
+    token_BT, answer_BT = corpus.token_NT[:4], corpus.answer_NT[:4]
+    loss, _ = wide.loss(token_BT, answer_BT, teacher.features(token_BT))
+    assert torch.isfinite(loss)
 
 
 def test_a_corpus_survives_the_disk(corpus: Corpus, tmp_path: Path) -> None:

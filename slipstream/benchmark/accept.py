@@ -219,7 +219,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'slipstream[train]'") from None
+        raise ConfigError("--plot needs matplotlib: pip install 'slipstream[bench]'") from None
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -30,7 +30,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "generate": Command("slipstream.cli.generate:main", "answer one prompt and print the text as it comes"),
     "chat": Command("slipstream.cli.chat:main", "talk with a model in the terminal"),
-    "bench": Command("slipstream.cli.bench:main", "measure: bench decode, bench accept"),
+    "bench": Command("slipstream.cli.bench:main", "measure: bench decode, bench accept, bench serve"),
     "audit": Command("slipstream.audit.cli:main", "find what makes a PyTorch program wait for its device"),
     "serve": Command("slipstream.cli.serve:main", "serve a model over HTTP, as OpenAI's API"),
     "train": Command("slipstream.cli.train:main", "train and calibrate drafts: train eagle3, train dspark"),

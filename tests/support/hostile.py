@@ -17,8 +17,9 @@ FIELDS = (
     "__proto__", "prompt\u0000", "",
 )  # fmt: skip
 ODD: list[Any] = [
-    None, True, False, 0, -0.0, 1, -1, 2, 3.5, 96, 95, 2**31, -(2**31), 2**63, 2**64, -(2**63), 10**40, 1e-300, 1e308, "",
-    "w5", "w5 w9", "off", "auto", "none", "\u0000", "\ud83d\ude00 ‮ ﷽", "a" * 5000, "\\u0000{{7*7}}{% for x in y %}",
+    None, True, False, 0, -0.0, 1, -1, 2, 3.5, 96, 95, 2**31, -(2**31), 2**63, 2**64, -(2**63), 10**40, 1e-300, 1e308,
+    "", "w5", "w5 w9", "off", "auto", "none", "\u0000", "\ud83d\ude00 \u202e ﷽", "a" * 5000,
+    "\\u0000{{7*7}}{% for x in y %}",
     "../../etc/passwd", [], [[]], [5, 9], [5, 96], [5, -1], ["w5", "w9"], ["w5", 5], [True], [None], [[5], [9]], [1.5],
     ["a"] * 20, list(range(40)), {}, {"a": 1}, {"include_usage": True}, {"type": "json_object"}, {"5": 100},
     {"5": "x"}, {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}},

@@ -83,14 +83,6 @@ def test_a_bug_keeps_its_traceback(engine):
         main(["generate", "hi"])
 
 
-@pytest.mark.parametrize("argv", [["bench", "serve", "-x"]])
-def test_what_is_not_built_says_so_by_name(argv, capsys):
-    assert main(argv) == 2
-    err = capsys.readouterr().err
-    name = " ".join(word for word in argv[:2] if not word.startswith("-"))
-    assert f"'{name}' is not built yet" in err and err.count("\n") == 1
-
-
 def test_audit_is_delegated_when_it_is_there(monkeypatch, capsys):
     import slipstream.cli as cli
 

@@ -33,6 +33,7 @@ COMMANDS = {
     "bench": Command("slipstream.cli.bench:main", "measure: bench decode, bench accept, bench serve"),
     "audit": Command("slipstream.audit.cli:main", "find what makes a PyTorch program wait for its device"),
     "serve": Command("slipstream.cli.serve:main", "serve a model over HTTP, as OpenAI's API"),
+    "export-tokenizer": Command("slipstream.cli.export:main", "write a GGUF model's tokenizer as files"),
     "train": Command("slipstream.cli.train:main", "train and calibrate drafts: train eagle3, train dspark"),
 }
 
@@ -122,7 +123,7 @@ def _help() -> str:
     ]
     for name, command in COMMANDS.items():
         later = "" if _function_home(name) else " (not built yet)"
-        lines.append(f"  {name:<10}{command.about}{later}")
+        lines.append(f"  {name:<18}{command.about}{later}")
     lines += ["", "  --version   print the version", "", "Options of a command: slipstream COMMAND --help"]
     return "\n".join(lines)
 

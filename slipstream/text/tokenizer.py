@@ -146,6 +146,14 @@ class Tokenizer:
         stream = IncrementalDetokenizer(self, skip_special_tokens=skip_special_tokens, continues=continues)
         return stream.push(ids) + stream.flush()
 
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write a Hugging Face directory that gives the same ids, see `export`. InvalidRequestError when absent."""
+        from slipstream.text.export import export
+
+        if self._parts is None:
+            raise InvalidRequestError(_ABSENT)
+        export(self._parts, Path(directory))
+
     def has_token(self, token_id: int) -> bool:
         """Whether the id stands for a token."""
         return self._parts is not None and self._token(token_id) is not None

@@ -71,10 +71,11 @@ def check_command(words: list[str]) -> argparse.Namespace:
     """Parses a documented command without running it; raises ConfigError for an unknown option."""
     from slipstream.benchmark import accept, decode
     from slipstream.benchmark import serve as load
-    from slipstream.cli import chat, generate, serve, train
+    from slipstream.cli import chat, export, generate, serve, train
     from slipstream.cli.options import Parser
 
     parsers = {"generate": generate.parser(), "chat": chat.parser(), "serve": serve.parser()}
+    parsers["export-tokenizer"] = export.parser()
     if words[0] == "bench":
         bench = Parser(prog=f"slipstream bench {words[1]}")
         {"decode": decode, "accept": accept, "serve": load}[words[1]].add_arguments(bench)

@@ -23,6 +23,7 @@ from slipstream.draft.tree import TreeShape
 from slipstream.errors import ConfigError, ModelLoadError, UnsupportedError
 from slipstream.memory.host import keep_large_temporaries
 from slipstream.memory.kv import KVPages
+from slipstream.memory.states import StatePool, StateShape
 from slipstream.models.loader import LoadedModel, load_model
 from slipstream.text import Tokenizer
 
@@ -61,8 +62,6 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         torch.set_num_threads(config.threads)
     loaded = _load(config, config.model, device)
     model = loaded.model
-    if model.config.delta_layers:
-        raise UnsupportedError(f"{model.config.architecture}: recurrent layers are not served yet")
     if model.config.window:
         raise UnsupportedError(
             f"the engine has no sliding windows yet; the model has one of {model.config.window} tokens"
@@ -90,9 +89,13 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     shape = _tree(config, head)
     if shape is not None:
         num_drafts = shape.total - 1
+    recurrent = _recurrent(model, draft_loaded, shape)
+    if recurrent is not None and config.prefix_cache:
+        config = replace(config, prefix_cache=False)
+        loaded.notes.append("prefix_cache is off: recurrent layers' states are not kept for it")
     kv_models = [model] + ([draft_loaded.model] if draft_loaded else []) + ([head.model] if head else [])
     token_bytes = sum(
-        KVPages.bytes_for(m.config.num_layers, 1, 1, m.config.num_kv_heads, m.config.head_dim, m.dtype)
+        KVPages.bytes_for(len(m.config.kv_layers), 1, 1, m.config.num_kv_heads, m.config.head_dim, m.dtype)
         for m in kv_models
     )
     # A head goes as far as the target, whatever length it was trained on.
@@ -104,6 +107,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         rereads=head.drafter.rereads if head is not None else 0,
         eos_ids=len(_eos_ids(loaded, tokenizer)), kv_bytes_per_token=token_bytes,
         memory_bytes=_kv_budget(config, device), on_cpu=device.type == "cpu",
+        slot_bytes=0 if recurrent is None else StatePool.bytes_for(recurrent, 1, 0, num_drafts + 1, model.dtype),
     )  # fmt: skip
     real = torch.float64 if model.dtype == torch.float64 else torch.float32
     kv = _pages(model, engine, device)
@@ -114,11 +118,13 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy, *engine.prefill_tiers),
         widest_frame=max(engine.slot_buckets, default=0), max_stop_ids=engine.max_stop_ids,
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None, tree=shape is not None,
+        saved_states=0 if recurrent is None else 1,
     )  # fmt: skip
+    states = None if recurrent is None else _states(recurrent, state, engine, model)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,
         block=config.verifier == "block", fused=_fused(model, kv, workspace), workspace=workspace, tree=shape,
-        catch_up=_catch_up(drafter, state, engine, model),
+        catch_up=_catch_up(drafter, state, engine, model), states=states,
     )  # fmt: skip
     graphs = _graphs(config, frame, engine, device, progress)
     report = graphs.report if graphs is not None else None
@@ -137,6 +143,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         "draft_tree": None if shape is None else asdict(shape),
         "weights": loaded.weights,
         "kv_bytes": kv.nbytes,
+        "state_bytes": 0 if states is None else states.nbytes,
         "sampling_bytes": frame.logit_stages.nbytes,
         "capture": None if report is None else asdict(report),
         **{f: getattr(engine, f) for f in engine.__dataclass_fields__},
@@ -245,8 +252,38 @@ def _kv_budget(config: LLMConfig, device: torch.device) -> int:
 def _pages(model: Any, engine: EngineConfig, device: torch.device) -> KVPages:
     c = model.config
     return KVPages(
-        num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size,
+        num_layers=len(c.kv_layers), num_pages=engine.num_pages, page_size=engine.page_size,
         num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=model.dtype, device=device,
+    )  # fmt: skip
+
+
+def _recurrent(model: Any, draft: LoadedModel | None, tree: TreeShape | None) -> StateShape | None:
+    """Sizes of the target's recurrent layers, None without any. UnsupportedError for what does not go with them."""
+    if draft is not None and draft.config.delta_layers:
+        raise UnsupportedError(
+            f"draft: {draft.config.architecture} has recurrent layers, which a draft model must not have"
+        )
+    c = model.config
+    if not c.delta_layers:
+        return None
+    if tree is not None:
+        raise UnsupportedError(
+            f"draft_tree with {c.architecture}: recurrent layers have one state per sequence, each branch of a "
+            f"tree would need its own; leave draft_tree out, drafts are then a chain"
+        )
+    if model.device.type == "cuda":
+        raise UnsupportedError(f"{c.architecture}: recurrent layers run on device=cpu only so far")
+    d = c.delta
+    return StateShape(
+        layers=len(c.delta_layers), heads=d.value_heads, key_dim=d.key_dim, value_dim=d.value_dim,
+        inputs=d.channels + 2 * d.value_heads, history=d.conv - 1,
+    )  # fmt: skip
+
+
+def _states(shape: StateShape, state: SlotState, engine: EngineConfig, model: Any) -> StatePool:
+    return StatePool(
+        shape, max_slots=engine.max_slots, saved=0, rows=engine.num_drafts + 1, absorbed_S=state.absorbed_S,
+        saved_SC=state.saved_SC, dtype=model.dtype, device=state.device,
     )  # fmt: skip
 
 

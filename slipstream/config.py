@@ -293,11 +293,12 @@ def resolve_engine(
     kv_bytes_per_token: int,
     memory_bytes: int,
     on_cpu: bool,
+    slot_bytes: int = 0,
 ) -> EngineConfig:
     """Every engine number, from what the user said, the model's context and the memory there is for KV.
 
     context: the model's longest sequence. eos_ids: how many tokens end a sequence for the model. memory_bytes: what may
-    be spent on pages when num_pages is not given.
+    be spent on pages when num_pages is not given, less slot_bytes for every slot.
     """
     max_model_len = context if user.max_model_len is None else user.max_model_len
     if max_model_len > context:
@@ -306,6 +307,7 @@ def resolve_engine(
     page_size = user.page_size if user.page_size is not None else 32
     _between("page_size", page_size, 1, 1024)
     _between("max_slots", max_slots, 1, 4096)
+    memory_bytes -= slot_bytes * (max_slots + 1)
     reach = max(num_drafts, lookahead) + 1
     one = -(-(max_model_len + 2 * reach) // page_size)
     if user.num_pages is not None:

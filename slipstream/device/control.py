@@ -81,6 +81,7 @@ class ControlWriter:
             ("draft_count", 0),
             ("max_drafts", drafts),
             ("behind", 0),
+            *((("absorbed", 0),) if "absorbed" in self.offset else ()),
             ("mode", int(request.mode)),
             ("key", request.key),
             ("child", request.child),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slipstream.attention.delta import DeltaFrame, DeltaSpans
 from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
 from slipstream.attention.protocol import AttentionContext, TreeSight
 from slipstream.device.catch_up import CatchUp
@@ -24,6 +25,7 @@ from slipstream.kernels import frame as ops
 from slipstream.kernels.draft import offer, offer_drafts
 from slipstream.kernels.sample import argmax_rows, race_rows, row_threshold
 from slipstream.memory.kv import KVPages
+from slipstream.memory.states import StatePool
 from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
 from slipstream.types import FramePlan, Stages
@@ -93,12 +95,13 @@ class Frame:
         workspace: Workspace | None = None,
         tree: TreeShape | None = None,
         catch_up: CatchUp | None = None,
+        states: StatePool | None = None,
     ) -> None:
         """block: block verification where drafts have a dense law. fused, workspace: on a GPU, the target's pass as
         kernels, and the kernels' scratch. tree: the drafts' shape, where they are no chain. catch_up: where a drafter
-        with a cache of its own may be left out."""
+        with a cache of its own may be left out. states: of the target's recurrent layers, where it has some."""
         self.model = model
-        self.kv = kv
+        self.kv, self.states = kv, states
         self.state = state
         self.drafter = drafter
         self.synthetic, self.block, self.tree, self.catch_up = synthetic, block, tree, catch_up
@@ -159,7 +162,14 @@ class Frame:
                 heads_per_kv=self.heads_per_kv, mask_dtype=self.kv.data.dtype, first_page=plan.first_page,
                 reach=plan.reach,
             )  # fmt: skip
+        if self.states is not None:
+            attention = DeltaFrame(
+                attention, self.states, committed_S=self.state.committed_S, slot_B=slot_B, rows_B=rows.rows_B,
+                owner_R=rows.owner_R, row_of_BW=rows.row_of_BW,
+            )  # fmt: skip
         hidden_RH, taps = self.model.forward(rows.token_R, rows.pos_R, attention, self.taps)
+        if isinstance(attention, DeltaFrame):
+            attention.commit()
         return self.model.logits(hidden_RH), None, self._rows(rows, slot_B, taps, hidden_RH)
 
     def _rows(self, rows: Rows, slot_B: Tensor, taps: Sequence[Tensor], hidden_RH: Tensor | None) -> TargetRows:
@@ -229,7 +239,12 @@ class Frame:
                 self.kv, _spans(plan), pos_R=pos_R, cache_slot_R=cache_slot_R, table_SP=table_SP,
                 heads_per_kv=self.heads_per_kv,
             )  # fmt: skip
+        if self.states is not None:
+            spans = [(s.slot, s.start, s.length) for s in plan.prefill]
+            attention = DeltaSpans(attention, self.states, slot_R=slot_R, pos_R=pos_R, spans=spans)
         hidden_RH, taps = self.model.forward(token_R, pos_R, attention, self.taps)
+        if isinstance(attention, DeltaSpans):
+            attention.commit()
         return hidden_RH, taps
 
     def _finish(

@@ -30,6 +30,8 @@ class SlotState:
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none.
     widest_frame: slots of the largest bucket, where that is more than max_slots.
+    Where the target has recurrent layers (memory/states.py): absorbed_S tokens are in the slot's state, saved_SC says
+    where states are saved.
     decode_B, chunk_slot_R, chunk_pos_R, last_row_B, last_slot_B: the plan's lists, written by the host.
     """
 
@@ -47,7 +49,9 @@ class SlotState:
         real: torch.dtype = torch.float32,
         draft_vocab: int | None = None,
         tree: bool = False,
+        saved_states: int = 0,
     ) -> None:
+        """saved_states: columns of saved_SC, 0 for a target without recurrent layers."""
         s, widest = max_slots + 1, max(max_slots, widest_frame)
         self.device, self.real, self.num_drafts = device, real, num_drafts
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -76,6 +80,7 @@ class SlotState:
             "stop_ids": (s, max_stop_ids),
             "pending": (s, num_drafts + 1),
             **dict.fromkeys(("parent", "depth", "seen") if tree else (), (s, num_drafts + 1)),
+            **({"absorbed": (s,), "saved": (s, saved_states)} if saved_states else {}),
             "table": (s, pages_per_slot),
             "history": (s, max_len + num_drafts + 2),
             "decode": (widest,),
@@ -107,6 +112,8 @@ class SlotState:
         if tree:
             self.parent_SW, self.depth_SW = view("parent").fill_(-1), view("depth")
             self.seen_SW = view("seen").fill_(1)
+        if saved_states:
+            self.absorbed_S, self.saved_SC = view("absorbed"), view("saved")
         self.max_drafts_S = view("max_drafts")
         self.behind_S = view("behind")
         self.table_SP = view("table")

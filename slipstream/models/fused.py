@@ -103,6 +103,8 @@ class FusedDecoder:
         """A bf16 or float32 `Decoder` of dense layers on a GPU, without biases where the kernels take none."""
         if not isinstance(model, Decoder) or model.device.type != "cuda" or not model.fusable or model.config.window:
             return False
+        if model.config.layer_types or model.config.norm_offset or model.config.rope.partial != 1.0:
+            return False
         if model.dtype not in (torch.bfloat16, torch.float32) or not isinstance(model.embed, Embedding):
             return False
         if model.config.qk_norm and 64 % (model.config.head_dim // 2):

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, UnsupportedError
 from slipstream.models.config import ModelConfig
 from slipstream.models.layers import Embedding
 from slipstream.models.linear import Dense
@@ -56,6 +56,8 @@ class Teacher:
 
     def __init__(self, loaded: LoadedModel, taps: tuple[int, ...]) -> None:
         model = loaded.model
+        if loaded.config.delta_layers:
+            raise UnsupportedError(f"training a draft for {loaded.config.architecture}: recurrent layers are not built")
         embed, head = getattr(model, "embed", None), getattr(model, "head", None)
         if not isinstance(embed, Embedding) or not isinstance(head, Dense):
             raise ConfigError("training needs a target with dense weights; load it with dtype bfloat16 or float32")

@@ -1,0 +1,119 @@
+"""Targets with recurrent layers through the whole engine: speculative equals plain, and what does not go with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slipstream import LLM, SamplingParams
+from slipstream.attention.delta import DeltaFrame
+from slipstream.errors import UnsupportedError
+from slipstream.kernels import delta as delta_ops
+from tests.support.block_draft import write_block_draft
+from tests.support.eagle import write_eagle3
+from tests.support.equality_cells import FACTORS, TREE, run_cell
+from tests.support.kit import tiny_model_dir
+from tests.support.pairwise import pairwise
+from tests.support.reference import DenseReference, planted_oracle
+
+DRAFTERS = ("none", "ngram", "suffix", "oracle", "draft-bad", "eagle3", "dflash", "dspark")
+PAIRS = pairwise({**FACTORS, "drafter": DRAFTERS, "batch": (1, 4), "prefix": ("miss",)}, seed=3)
+CELLS = [pytest.param(cell, marks=() if i < 12 else pytest.mark.slow) for i, cell in enumerate(PAIRS)]
+
+
+@pytest.fixture(scope="module")
+def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("hybrid")
+    target = tiny_model_dir(root / "target", seed=1, layers=3, arch="qwen3_5_text")
+    return {
+        "target": target,
+        "draft-bad": tiny_model_dir(root / "bad", seed=9, layers=1),
+        "eagle3": write_eagle3(root / "eagle3", target, draft_vocab=24),
+        "dflash": write_block_draft(root / "dflash", target, "dflash"),
+        "dspark": write_block_draft(root / "dspark", target, "dspark", head="gated"),
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(dirs: dict[str, Path]) -> DenseReference:
+    return DenseReference(LLM(model=str(dirs["target"]), dtype="float64", max_model_len=256)._built.model)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_speculative_equals_plain(cell: dict[str, Any], dirs: dict[str, Path], reference: DenseReference) -> None:
+    run_cell(cell, dirs, reference, dtype="float64")
+
+
+CELL = {
+    "drafter": "oracle", "sampling": "greedy", "batch": 4, "page_size": 16, "prefix": "miss", "chunk": 5,
+    "event": "none", "run_ahead": 2, "shapes": "exact",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["no replay", "drafts stay", "bonus token twice", "last owner's state"])
+def test_a_fault_in_the_state_changes_the_output(
+    dirs: dict[str, Path], reference: DenseReference, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Negative control: the equality above sees each of these."""
+    if fault == "no replay":
+        monkeypatch.setattr(delta_ops, "replays_of", lambda recent, w: 0)
+    elif fault == "last owner's state":
+        spans = delta_ops.delta_spans
+
+        def from_anything(x: Any, memory: Any, w: Any, of: Any) -> Any:
+            return spans(x, memory, w, [(slot, start or 1, length) for slot, start, length in of])
+
+        monkeypatch.setattr(delta_ops, "delta_spans", from_anything)
+    else:
+        more = 1 if fault == "drafts stay" else -1
+
+        def commit(self: DeltaFrame) -> None:
+            delta_ops.absorbed_rows(self.pool.absorbed_S, self.committed_S + more, self.slot_B, self.rows_B)
+
+        monkeypatch.setattr(DeltaFrame, "commit", commit)
+    with pytest.raises(AssertionError):
+        run_cell(CELL, dirs, reference, dtype="float64")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "oracle"])
+def test_golden_continuation(golden_dir: Path, dtype: str, drafter: str) -> None:
+    folder = golden_dir / "target_qwen3_5"
+    expected = load_file(folder / "expected.safetensors")
+    prompt, greedy = expected["prompt_ids"].tolist(), expected["greedy_ids"].tolist()
+    draft: dict[str, Any] = {
+        "none": {},
+        "ngram": {"draft": "ngram", "num_drafts": 3, "draft_options": {"min_n": 1, "gate": False}},
+        "oracle": {"draft": planted_oracle(lambda r: greedy, vocab=256, seed=1), "num_drafts": 3},
+    }[drafter]
+    params = SamplingParams(temperature=0, max_tokens=len(greedy), ignore_eos=True)
+    with LLM(model=str(folder), dtype=dtype, prefill_chunk=7, max_model_len=64, **draft) as llm:
+        out = llm.generate([prompt, prompt[:-1], prompt], params)
+        assert [out[i].outputs[0].token_ids for i in (0, 2)] == [greedy] * 2
+        llm.check_idle()
+
+
+def test_a_sink_and_slots_of_nan_reach_nobody(dirs: dict[str, Path], reference: DenseReference) -> None:
+    def poison(llm: LLM) -> None:
+        states = llm._built.device.frame.states
+        with torch.inference_mode():
+            states.state.fill_(float("nan"))
+            states.recent.fill_(float("nan"))
+
+    run_cell({**CELL, "shapes": "padded"}, dirs, reference, dtype="float64", prepare=poison)
+
+
+def test_what_does_not_go_with_recurrent_layers(dirs: dict[str, Path], tmp_path: Path) -> None:
+    target = str(dirs["target"])
+    with pytest.raises(UnsupportedError, match="draft_tree with Qwen3_5ForCausalLM"):
+        LLM(model=target, draft=str(dirs["eagle3"]), draft_tree=TREE)
+    with pytest.raises(UnsupportedError, match="a draft model must not have"):
+        LLM(model=str(tiny_model_dir(tmp_path / "t", seed=1)), draft=target)
+    with LLM(model=target, max_model_len=64) as llm:
+        assert llm.resolved["prefix_cache"] is False and llm.resolved["state_bytes"] > 0
+        assert any("prefix_cache is off" in note for note in llm.notes)
+        assert len(llm._built.device.frame.kv.data) == 1, "the cache has pages for attention layers only"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from slipstream.config import EngineConfig
+from slipstream.device.logits import LogitStages
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.engine.loop import EngineCore
@@ -37,6 +38,7 @@ class StubFrame:
 
     def __init__(self, state: SlotState) -> None:
         self.state = state
+        self.logit_stages = LogitStages(state, 1)
         self.kv, self.model = SimpleNamespace(page_size=32), SimpleNamespace(dtype=torch.bfloat16)
         self.ns = 0
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from slipstream.errors import InvalidRequestError
-from slipstream.outputs import CompletionOutput, RequestOutput, StreamChunk
+from slipstream.logprobs import TokenLogprob
+from slipstream.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, StreamChunk
 from slipstream.text import TextStream, Tokenizer
 from slipstream.types import Request, SamplingParams, TokenEvent
 
@@ -131,6 +132,7 @@ class Answer:
     output: RequestOutput
     streams: list[TextStream]
     needs_ack: bool
+    tokenizer: Tokenizer
     open: set[int] = field(default_factory=set)
 
     @classmethod
@@ -138,10 +140,14 @@ class Answer:
         params = request.params
         drafts = limits.num_drafts if params.num_drafts is None else params.num_drafts
         outputs = [CompletionOutput(i) for i in range(params.n)]
+        if params.logprobs is not None:
+            for out in outputs:
+                out.logprobs = []
         return cls(
             output=RequestOutput(request_id, request.text, list(request.ids), outputs, num_drafts=drafts),
             streams=[TextStream.for_request(tokenizer, params, continues=True) for _ in outputs],
             needs_ack=bool(params.stop),
+            tokenizer=tokenizer,
             open=set(range(params.n)),
         )
 
@@ -174,10 +180,31 @@ class Answer:
         if event.drafted is not None and tokens:
             self.output.spec.add_round(event.drafted, min(event.accepted, len(tokens)), len(tokens))
         out.token_ids += tokens
+        logprobs = None
+        if out.logprobs is not None:  # one for each token that is returned, none for what a cut took away
+            logprobs = self._logprobs(tokens, (event.logprobs or ())[: len(tokens)])
+            out.logprobs += logprobs
+        if event.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [
+                None, *self._logprobs(self.output.prompt_token_ids[1:], event.prompt_logprobs)
+            ]  # fmt: skip
         if reason is not None:
             text += stream.finish()
             out.finish_reason, out.error = reason, event.error
             self.open.discard(event.child)
         out.text += text
         output = None if self.open else self.output
-        return StreamChunk(text, tokens, min(event.accepted, len(tokens)), event.child, reason, output), receipt
+        accepted = min(event.accepted, len(tokens))
+        return StreamChunk(text, tokens, accepted, event.child, reason, output, logprobs), receipt
+
+    def _logprobs(self, tokens: Sequence[int], values: Sequence[TokenLogprob]) -> list[Logprobs]:
+        return [
+            {
+                token: Logprob(of.logprob, of.rank, self._text(token)),
+                **{i: Logprob(x, rank, self._text(i)) for rank, (i, x) in enumerate(of.top, 1) if i != token},
+            }
+            for token, of in zip(tokens, values, strict=True)
+        ]
+
+    def _text(self, token: int) -> str | None:
+        return self.tokenizer.token_bytes(token).decode("utf-8", "replace") if self.tokenizer.present else None

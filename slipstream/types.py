@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import InvalidRequestError, UnsupportedError
+from slipstream.logprobs import MAX_LOGPROBS, FrameLogprobs, TokenLogprob
 
 MAX_STOP_IDS = 16
 """Stop token ids of a request, end-of-sequence ids included. A model that has more than half of these of its own gets
@@ -36,8 +37,6 @@ MAX_LOGIT_BIAS = 300
 """Token ids that a request may bias: the width of a table on the device, one row per slot."""
 
 _NOT_BUILT: dict[str, Any] = {
-    "logprobs": None,
-    "prompt_logprobs": None,
     "bad_words": None,
     "logits_processors": None,
     "guided_decoding": None,
@@ -57,6 +56,9 @@ class SamplingParams:
     order: repetition_penalty divides positive and multiplies other logits of tokens that stand in the prompt or the
     output; frequency_penalty is taken off once per time that a token stands in the output, presence_penalty once if it
     does; logit_bias (at most MAX_LOGIT_BIAS ids) is added. All of it holds for greedy requests too.
+    logprobs: each output token's log-probability, and those of so many of the likeliest (at most MAX_LOGPROBS), of the
+    model's own logits, before any of the above. prompt_logprobs: the same for the prompt, which is then read without
+    the prefix cache.
     speculative: most drafts per round for this request, "off" (or 0) for none; None: as many as the engine makes. It
     decides speed only.
 
@@ -81,9 +83,9 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[Any, float] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     # Known from other engines, refused by name until they are built.
-    logprobs: Any = None
-    prompt_logprobs: Any = None
     bad_words: Any = None
     logits_processors: Any = None
     guided_decoding: Any = None
@@ -104,6 +106,9 @@ class SamplingParams:
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
@@ -289,7 +294,8 @@ class FramePlan(NamedTuple):
     catch_up: before it, the drafter reads what its slots have committed in frames without drafting.
     sampled / filtered: some decode or prefill-last slot is not greedy / uses top-k, top-p or min-p.
     rejection / coupled: some slot uses that verification mode. min_tokens: some slot bans stop ids.
-    penalties / biases: some slot has a penalty, a logit_bias.
+    penalties / biases: some slot has a penalty, a logit_bias. logprobs: some slot asks for them, of its output;
+    prompt_logprobs: some prompt of the chunk does.
     """
 
     seq: int
@@ -315,6 +321,8 @@ class FramePlan(NamedTuple):
     min_tokens: bool = False
     penalties: bool = False
     biases: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
 
     @property
     def adjusted(self) -> bool:
@@ -323,7 +331,7 @@ class FramePlan(NamedTuple):
 
     @property
     def stages(self) -> Stages:
-        if self.adjusted:
+        if self.adjusted or self.logprobs:
             return Stages.ALL
         return Stages.SAMPLED if self.sampled or self.min_tokens else Stages.GREEDY
 
@@ -356,7 +364,8 @@ class FrameResult(NamedTuple):
     """What one launch did: a slot and a record for each decode slot, then for each span with `last`.
 
     records[i]: RECORD_COLUMNS numbers, then tokens. decoded: how many of the records are of decode slots. seconds: what
-    the launch took, where launching it means running it (a CPU); else 0.
+    the launch took, where launching it means running it (a CPU); else 0. logprobs: None where nobody asked; prompt: the
+    chunk's spans where a prompt did.
     """
 
     seq: int
@@ -364,6 +373,8 @@ class FrameResult(NamedTuple):
     records: list[list[int]]
     decoded: int
     seconds: float = 0.0
+    logprobs: FrameLogprobs | None = None
+    prompt: tuple[PrefillSpan, ...] = ()
 
 
 class TokenEvent(NamedTuple):
@@ -371,6 +382,8 @@ class TokenEvent(NamedTuple):
 
     tokens: new token ids, in order. accepted: how many of their first ones came from accepted drafts.
     drafted: drafts that were verified; None for a prefill. finish_reason: None, "stop", "length", "abort" or "error".
+    logprobs: one for each token, where asked; prompt_logprobs: of the prompt's tokens but the first, with the first
+    event of child 0.
     """
 
     request_id: str
@@ -380,6 +393,8 @@ class TokenEvent(NamedTuple):
     drafted: int | None = None
     finish_reason: str | None = None
     error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 Round = tuple[int, int, int]

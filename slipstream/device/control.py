@@ -70,6 +70,7 @@ class ControlWriter:
     def _admit(self, a: Admit) -> None:
         """Give a slot to a request. It stays inactive until its last prefill chunk."""
         request, params, n = a.request, a.request.params, len(a.tokens)
+        of_prompt = params.prompt_logprobs if request.child == 0 else None
         drafts = self.num_drafts if request.num_drafts is None else min(request.num_drafts, self.num_drafts)
         for name, value in (
             ("generation", a.generation),
@@ -93,6 +94,8 @@ class ControlWriter:
             ("presence", bits(params.presence_penalty)),
             ("frequency", bits(params.frequency_penalty)),
             ("bias_count", len(params.logit_bias or ())),
+            ("logprobs", 0 if params.logprobs is None else params.logprobs + 1),
+            ("prompt_logprobs", 0 if of_prompt is None else of_prompt + 1),
         ):
             self._put(name, a.slot, (value,))
         if params.logit_bias:
@@ -113,10 +116,10 @@ class ControlWriter:
         self._put("chunk_slot", 0, np.pad(slots_np, (0, spare)))
         self._put("chunk_pos", 0, np.pad(positions_np, (0, spare)))
         last = [i for i, s in enumerate(spans) if s.last]
-        if last:
+        if last or plan.prompt_logprobs:  # the pass with prompt log-probabilities has the ends of prompts in it too
             spare = max(0, plan.prefill_prompts - len(last))
-            self._put("last_row", 0, np.pad(ends[last], (0, spare)))
-            self._put("last_slot", 0, np.pad([spans[i].slot for i in last], (0, spare)))
+            self._put("last_row", 0, np.pad(ends[np.array(last, dtype=np.int64)], (0, spare)))
+            self._put("last_slot", 0, np.pad(np.array([spans[i].slot for i in last], dtype=np.int64), (0, spare)))
             # The rows of this chunk sample their first token at its end: the slots decode from then on.
             for i in last:
                 self._put("active", spans[i].slot, (1,))

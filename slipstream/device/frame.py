@@ -121,12 +121,20 @@ class Frame:
         The record [B, RECORD_COLUMNS + W], int64: see kernels/frame.py.
         """
         rows = pack_rows(self.state, slot_B, rows=plan.rows, width=plan.width, kernels=self.kernels)
-        logits_RV, target_R, target = self._target(plan, rows, slot_B)
-        logits_RV = self.logit_stages.adjust(plan, rows.slot_R, rows.cell_R, logits_RV)
+        raw_RV, target_R, target = self._target(plan, rows, slot_B)
+        logits_RV = self.logit_stages.adjust(plan, rows.slot_R, rows.cell_R, raw_RV)
         if self.tree is not None and rows.sight is not None:
-            return self._finish_tree(plan, self.tree, target, logits_RV, target_R)
+            return self._finish_tree(plan, self.tree, target, raw_RV, logits_RV, target_R)
         return self._finish(
-            plan, target, logits_RV, target_R, drafts=plan.drafts, len_ub=plan.len_ub, first_page=plan.first_page
+            plan,
+            target,
+            raw_RV,
+            logits_RV,
+            target_R,
+            at=0,
+            drafts=plan.drafts,
+            len_ub=plan.len_ub,
+            first_page=plan.first_page,
         )
 
     def read_missing(self, plan: FramePlan, slot_B: Tensor) -> None:
@@ -202,6 +210,7 @@ class Frame:
                     hidden_RH=hidden_RH if self.reads_hidden else None,
                 )
             )  # fmt: skip
+        self.logit_stages.prompt(plan, slot_R, pos_R, hidden_RH, self.model.logits)
         if not places:
             return None
         hidden_BH = hidden_RH[row_B]
@@ -213,9 +222,11 @@ class Frame:
         )  # fmt: skip
         ending = [x for x in zip(plan.prefill, plan.prefill_first_page, strict=True) if x[0].last]
         self.logit_stages.admitted(plan, last_B)
-        logits_BV = self.logit_stages.adjust(plan, last_B, ends.pos_R, self.model.logits(hidden_BH))
+        raw_BV = self.model.logits(hidden_BH)
+        logits_BV = self.logit_stages.adjust(plan, last_B, ends.pos_R, raw_BV)
         return self._finish(
-            plan, ends, logits_BV, None, drafts=state.num_drafts, first_page=[f for _, f in ending],
+            plan, ends, raw_BV, logits_BV, None, at=self.logit_stages.ends_at, drafts=state.num_drafts,
+            first_page=[f for _, f in ending],
             len_ub=state.history_SL.shape[1] if self.kernels else max(s.start + s.length for s, _ in ending) + 1,
         )  # fmt: skip
 
@@ -251,9 +262,11 @@ class Frame:
         self,
         plan: FramePlan,
         rows: TargetRows,
+        raw_RV: Tensor,
         logits_RV: Tensor,
         target_R: Tensor | None,
         *,
+        at: int,
         drafts: int,
         len_ub: int,
         first_page: Sequence[int],
@@ -288,12 +301,14 @@ class Frame:
             record_BC = ops.closed_round(
                 verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows_B, slot_B, *fields
             )
+        self.logit_stages.committed(plan, slot_B, record_BC, raw_RV, row_of_BW, at)
         self._draft_next(plan, rows, record_BC, params, drafts=drafts, len_ub=len_ub, first_page=first_page)
         return record_BC
 
     def _finish_tree(
-        self, plan: FramePlan, shape: TreeShape, rows: TargetRows, logits_RV: Tensor, target_R: Tensor | None
-    ) -> Tensor:
+        self, plan: FramePlan, shape: TreeShape, rows: TargetRows, raw_RV: Tensor, logits_RV: Tensor,
+        target_R: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """As `_finish`, of a decode frame whose drafts are trees."""
         state, slot_B = self.state, rows.slot_B
         sampled, params = plan.sampled or plan.min_tokens, None
@@ -311,6 +326,8 @@ class Frame:
         record_BC: Tensor = close(
             verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows.rows_B, slot_B, *self._fields()
         )
+        row_BJ = rows.row_of_BW.gather(1, torch.nn.functional.pad(verdict.path_BK, (1, 0)))
+        self.logit_stages.committed(plan, slot_B, record_BC, raw_RV, row_BJ, 0)
         self._draft_next(
             plan, path, record_BC, params, drafts=plan.drafts, len_ub=plan.len_ub, first_page=plan.first_page
         )
@@ -335,12 +352,8 @@ class Frame:
         len_ub: int,
         first_page: Sequence[int],
     ) -> None:
-        """Count what was emitted; draft for the next frame.
-
-        rows: those that may have stayed, a chain. params: of slot_B, if known.
-        """
+        """Draft for the next frame. rows: those that may have stayed, a chain. params: of slot_B, if known."""
         state, slot_B, sampled = self.state, rows.slot_B, plan.sampled or plan.min_tokens
-        self.logit_stages.committed(plan, slot_B, record_BC)
         if drafts == 0:
             if self.drafter is not None:
                 state.draft_count_S.index_fill_(0, slot_B, 0)  # those of the last round are spent

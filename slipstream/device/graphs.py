@@ -33,11 +33,13 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """What a captured prefill pass is fixed to: its packed rows; whether a prompt may end in it; stages for its end."""
+    """What a captured prefill pass is fixed to: its packed rows; whether a prompt may end in it; stages for its end;
+    whether its rows' own log-probabilities are in."""
 
     rows: int
     last: bool
     stages: Stages
+    prompt: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,7 @@ class FrameGraphs:
         ]
         ends = ((False, Stages.GREEDY), *((True, stages) for stages in Stages))
         self.shapes += [Chunk(rows=r, last=last, stages=stages) for last, stages in ends for r in chunks]
+        self.shapes += [Chunk(rows=r, last=True, stages=Stages.ALL, prompt=True) for r in sorted(chunks)[:1]]
         if frame.catch_up is not None:
             self.shapes += [Missing(slots=b, rows=frame.catch_up.ring) for b in buckets]
         self.graphs: dict[AnyShape, tuple[torch.cuda.CUDAGraph, Tensor | None]] = {}
@@ -173,7 +176,8 @@ class FrameGraphs:
         if isinstance(shape, Missing):
             return FramePlan(seq=-1, decode=(0,) * shape.slots)
         if isinstance(shape, Chunk):
-            return _with(FramePlan(seq=-1, prefill_rows=shape.rows, prefill_prompts=self.prompts), shape.stages)
+            plan = FramePlan(seq=-1, prefill_rows=shape.rows, prefill_prompts=self.prompts)
+            return _with(plan._replace(prompt_logprobs=shape.prompt), shape.stages)
         plan = FramePlan(
             seq=-1, decode=(0,) * shape.slots, rows=shape.slots * shape.width, width=shape.width, len_ub=self.len_ub,
             first_page=(-1,) * shape.slots, drafts=shape.drafts,
@@ -214,6 +218,8 @@ class FrameGraphs:
 
     def prefill(self, plan: FramePlan, *, last: bool) -> Tensor | None:
         """Replay a prefill chunk; the record as `Frame.prefill` gives it, valid as that of `run`."""
+        if plan.prompt_logprobs:
+            return self._replay(Chunk(rows=plan.prefill_rows, last=True, stages=Stages.ALL, prompt=True))
         stages = plan.stages if last else Stages.GREEDY
         return self._replay(Chunk(rows=plan.prefill_rows, last=last, stages=stages))
 
@@ -234,8 +240,9 @@ def _with(plan: FramePlan, stages: Stages) -> FramePlan:
     """The plan with all that its stages may have to do: each row's slot says on the device what it needs."""
     some, every = stages > Stages.GREEDY, stages is Stages.ALL
     return plan._replace(
-        sampled=some, filtered=some, rejection=some, coupled=some, min_tokens=some, penalties=every, biases=every
-    )
+        sampled=some, filtered=some, rejection=some, coupled=some, min_tokens=some, penalties=every, biases=every,
+        logprobs=every,
+    )  # fmt: skip
 
 
 def _rows(shape: AnyShape) -> int:

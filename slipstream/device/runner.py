@@ -18,8 +18,9 @@ from torch import Tensor
 from slipstream.device.control import ControlWriter
 from slipstream.device.frame import Frame
 from slipstream.device.precision import IeeeProducts
-from slipstream.device.staging import RecordRing, UploadRing
-from slipstream.types import RECORD_COLUMNS, FramePlan, FrameResult
+from slipstream.device.staging import RecordRing, TableRing, UploadRing
+from slipstream.logprobs import FrameLogprobs
+from slipstream.types import RECORD_COLUMNS, FramePlan, FrameResult, PrefillSpan
 
 if TYPE_CHECKING:
     from slipstream.device.graphs import FrameGraphs
@@ -32,6 +33,18 @@ class _Launched(NamedTuple):
     decoded: int
     columns: int
     seconds: float = 0.0
+    tables: _Tables | None = None
+
+
+class _Tables(NamedTuple):
+    """Where a launch's log-probabilities are on their way down. decode, ends, prompt: rows of the table."""
+
+    ring_slot: int
+    decode: range
+    width: int
+    ends: range
+    prompt: range
+    spans: tuple[PrefillSpan, ...]
 
 
 class Device:
@@ -50,6 +63,7 @@ class Device:
         rows = state.decode_B.shape[0] + state.last_slot_B.shape[0]
         columns = RECORD_COLUMNS + state.num_drafts + 1
         self.down = RecordRing(slots=depth, rows=rows, columns=columns, device=state.device)
+        self.tables = TableRing(frame.logit_stages.logprobs_NC, slots=depth)
         self.launched: deque[_Launched] = deque()
         self.device_seconds = 0.0  # time inside frames, where launching one means running it
 
@@ -92,12 +106,24 @@ class Device:
             last = tuple(s.slot for s in plan.prefill if s.last)
             run = frame.prefill if self.graphs is None else self.graphs.prefill
             record = run(plan, last=bool(last))
-            if record is not None:
+            if record is not None and last:
                 records.append(record[: len(last)])
                 slots += last
         packed = records[0] if len(records) == 1 else _joined(records) if records else state.arena[:0]
         columns = packed.shape[1] if records else RECORD_COLUMNS
-        self.launched.append(_Launched(plan.seq, self.down.receive(packed), slots, len(plan.decode), columns))
+        tables = self._tables(plan, columns - RECORD_COLUMNS) if plan.logprobs or plan.prompt_logprobs else None
+        ring_slot = self.down.receive(packed)
+        self.launched.append(_Launched(plan.seq, ring_slot, slots, len(plan.decode), columns, tables=tables))
+
+    def _tables(self, plan: FramePlan, width: int) -> _Tables:
+        """Start the copy of what the launch's requests have asked for besides tokens."""
+        stages, asked = self.frame.logit_stages, plan.logprobs
+        decode = range(len(plan.decode) * width if asked else 0)
+        ends = range(stages.ends_at, stages.ends_at + sum([s.last for s in plan.prefill]) * asked)
+        rows = sum([s.length for s in plan.prefill]) * plan.prompt_logprobs
+        prompt = range(stages.prompt_at, stages.prompt_at + rows)
+        at = self.tables.receive((decode, ends, prompt))
+        return _Tables(at, decode, width, ends, prompt, plan.prefill if plan.prompt_logprobs else ())
 
     def _clear(self, plan: FramePlan) -> None:
         """Zero pages that change hands (backends that read masked columns)."""
@@ -113,7 +139,12 @@ class Device:
     def collect(self) -> FrameResult:
         done = self.launched.popleft()
         records = self.down.read(done.ring_slot, len(done.slots), done.columns)
-        return FrameResult(done.seq, done.slots, records, done.decoded, done.seconds)
+        if done.tables is None:
+            return FrameResult(done.seq, done.slots, records, done.decoded, done.seconds)
+        at, decode, width, ends, prompt, spans = done.tables
+        read = self.tables.read
+        found = FrameLogprobs(read(at, decode), width, read(at, ends), read(at, prompt))
+        return FrameResult(done.seq, done.slots, records, done.decoded, done.seconds, found, spans)
 
 
 def _joined(records: list[Tensor]) -> Tensor:

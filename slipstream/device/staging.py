@@ -6,8 +6,11 @@ again only after the launch that used it has been collected, which `run_ahead` +
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -89,3 +92,29 @@ class RecordRing:
     def _wait(self, at: int) -> None:
         if self.events is not None:
             self.events[at].synchronize()
+
+
+class TableRing:
+    """Parts of a device table on their way to the host, behind the same events as the launch's records."""
+
+    def __init__(self, table_NC: Tensor, *, slots: int) -> None:
+        self.table_NC = table_NC
+        self.host = staging(slots, *table_NC.shape, device=table_NC.device)
+        self.host_np: Any = self.host.numpy()
+        self.slots = slots
+        self.at = 0
+
+    def receive(self, parts: Sequence[range]) -> int:
+        """Start the copy of some rows down, before the launch's records; returns the ring slot to `read` later."""
+        at = self.at
+        for part in parts:
+            if part:
+                rows = slice(part.start, part.stop)
+                self.host[at, rows].copy_(self.table_NC[rows], non_blocking=True)
+        self.at = (at + 1) % self.slots
+        return at
+
+    def read(self, at: int, part: range) -> npt.NDArray[np.int64]:
+        """The rows as a copy, once the launch's records have been read."""
+        rows: npt.NDArray[np.int64] = self.host_np[at, part.start : part.stop].copy()
+        return rows

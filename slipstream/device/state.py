@@ -26,7 +26,8 @@ class SlotState:
     root), depth_SW its level, seen_SW bit j: whether it sees node j (itself and its ancestors).
     behind_S: last committed positions that the drafter's own cache lacks.
     prompt_len_S: tokens of the prompt, the rest of history is output. repetition_S 1, presence_S and frequency_S 0, and
-    bias_count_S 0 are off; bias_id_SN and bias_value_SN hold bias_count_S pairs.
+    bias_count_S 0 are off; bias_id_SN and bias_value_SN hold bias_count_S pairs. logprobs_S, prompt_logprobs_S:
+    alternatives wanted plus one, 0 for none.
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none.
     widest_frame: slots of the largest bucket, where that is more than max_slots.
@@ -74,6 +75,8 @@ class SlotState:
             "repetition": (s,),
             "presence": (s,),
             "frequency": (s,),
+            "logprobs": (s,),
+            "prompt_logprobs": (s,),
             "bias_count": (s,),
             "bias_id": (s, MAX_LOGIT_BIAS),
             "bias_value": (s, MAX_LOGIT_BIAS),
@@ -127,6 +130,7 @@ class SlotState:
         self.repetition_S = view("repetition").view(torch.float64).fill_(1.0)
         self.presence_S = view("presence").view(torch.float64)
         self.frequency_S = view("frequency").view(torch.float64)
+        self.logprobs_S, self.prompt_logprobs_S = view("logprobs"), view("prompt_logprobs")
         self.bias_count_S, self.bias_id_SN = view("bias_count"), view("bias_id")
         self.bias_value_SN = view("bias_value").view(torch.float64)
         self.decode_B = view("decode")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Key, Sequence, State
+from slipstream.logprobs import read_tokens
 from slipstream.metrics import Metrics
 from slipstream.types import FinishCode, FrameResult, Round, TokenEvent
 
@@ -29,6 +30,8 @@ class Collector:
         rounds: list[Round] = []
         running, launch, decoded = self.scheduler.running, result.seq, result.decoded
         event = tuple.__new__  # TokenEvent's own constructor takes twice as long
+        if result.prompt:
+            self._read_prompts(result)
         for i, (slot, record) in enumerate(zip(result.slots, result.records, strict=True)):
             generation, n, accepted, verified, finish, next_drafts, *tokens = record
             seq = running.get(slot)
@@ -59,12 +62,37 @@ class Collector:
             elif drafted is None:
                 self.scheduler.ledger.share_prompt(seq)
             request_id, child = seq.key
-            events.append(event(TokenEvent, (request_id, child, tuple(tokens), accepted, drafted, reason, None)))
+            values, of_prompt = None, None
+            if result.logprobs is not None:
+                if seq.request.params.logprobs is not None:
+                    values = result.logprobs.of_record(i, decoded, n, seq.request.params.logprobs)
+                if seq.reports_prompt:
+                    of_prompt, seq.prompt_told = tuple(seq.prompt_logprobs), True
+            events.append(
+                event(
+                    TokenEvent,
+                    (request_id, child, tuple(tokens), accepted, drafted, reason, None, values, of_prompt),
+                )
+            )
         self.metrics.spec.add_rounds(rounds)
         if self.scheduler.adaptive is not None:
             self.scheduler.adaptive.collected(result.seq, rounds, result.seconds)
         self.scheduler.settle(launch)
         return events
+
+    def _read_prompts(self, result: FrameResult) -> None:
+        """Log-probabilities of the chunk's prompt rows, to the prompts that ask for them."""
+        assert result.logprobs is not None
+        row = 0
+        for span in result.prompt:
+            rows_NC = result.logprobs.prompt_NC[row : row + span.length]
+            row += span.length
+            seq = self.scheduler.running.get(span.slot)
+            if seq is not None and seq.reports_prompt:
+                # The row at position p is about the token at p + 1; the last one's is not of the prompt.
+                most = len(seq.request.prompt_token_ids) - 1 - span.start
+                top = seq.request.params.prompt_logprobs or 0
+                seq.prompt_logprobs[span.start :] = read_tokens(rows_NC[:most], top)
 
     def ack(self, key: Key, upto: int) -> None:
         """The first `upto` output tokens are returned to the user. Unknown (ended) requests are ignored."""

@@ -56,7 +56,7 @@ class Ledger:
         if not self.free_slots:
             return False
         node, shared = self.radix.root(salt), list[int]()
-        if self.config.prefix_cache:
+        if self.config.prefix_cache and not seq.reports_prompt:
             node, shared = self.radix.match(seq.tokens, salt)
         self.radix.lock(node)
         start = len(shared) * page_size

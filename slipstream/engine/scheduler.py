@@ -20,6 +20,7 @@ from slipstream.engine.pools import Allocator
 from slipstream.engine.rows import choose_rows, chunk_rows, slot_bucket
 from slipstream.engine.sequence import Key, Sequence, State
 from slipstream.errors import InvalidRequestError
+from slipstream.logprobs import PROMPT_ROWS
 from slipstream.metrics import Metrics
 from slipstream.types import Admit, Drop, FramePlan, PageAppend, PrefillSpan, Request, VerifyMode
 
@@ -39,6 +40,7 @@ class _Flags(NamedTuple):
     min_tokens: bool
     penalties: bool
     biases: bool
+    logprobs: bool
 
     @staticmethod
     def of(sampling: list[Sequence]) -> _Flags:
@@ -51,6 +53,7 @@ class _Flags(NamedTuple):
             min_tokens=any(s.request.params.min_tokens > 0 for s in sampling),
             penalties=any(s.request.params.penalized for s in sampling),
             biases=any(s.request.params.logit_bias is not None for s in sampling),
+            logprobs=any(s.request.params.logprobs is not None for s in sampling),
         )
 
 
@@ -208,6 +211,8 @@ class Scheduler:
             min_tokens=flags.min_tokens,
             penalties=flags.penalties,
             biases=flags.biases,
+            logprobs=flags.logprobs,
+            prompt_logprobs=any(s.reports_prompt for s, _ in spans),
         )
 
     def _split(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -296,16 +301,22 @@ class Scheduler:
         spans: list[tuple[Sequence, PrefillSpan]] = []
         started = deque(reading)
         most = self.config.prefill_prompts or self.config.max_slots
+        room = min(self.config.prefill_tiers, default=PROMPT_ROWS)
         while budget and len(spans) < most:
             s = started.popleft() if started else self._admit(admits)
             if s is None:
                 break
+            s.last_launch = seq
+            if s.reports_prompt:  # of few rows at once, so that their logits are few
+                budget = min(budget, room)
+                if budget <= 0:
+                    break
             length = min(budget, len(s.tokens) - s.planned)
             last = s.planned + length == len(s.tokens)
             spans.append((s, PrefillSpan(slot=s.slot, start=s.planned, length=length, last=last)))
             s.planned += length
-            s.last_launch = seq
             budget -= length
+            room -= length
         return spans
 
     def _admit(self, admits: list[Admit]) -> Sequence | None:

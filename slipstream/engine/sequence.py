@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from slipstream.engine.radix import Node
+from slipstream.logprobs import TokenLogprob
 from slipstream.types import Request, Round, SpecStats
 
 Key = tuple[str, int]
@@ -30,8 +31,9 @@ class Sequence:
     """One request child.
 
     arrived_ns: when it came, on perf_counter_ns; 0 once it has had a slot.
-    outputs: tokens collected, over all its generations. acked: how many of them count as returned. counted, rounds:
-    draft statistics, and the rounds that are not in them yet (`stats` has them all).
+    outputs: tokens collected, over all its generations. acked: how many of them count as returned. prompt_logprobs:
+    where asked for, of the prompt's second token and on, as far as collected; prompt_told: an event has had them.
+    counted, rounds: draft statistics, and the rounds that are not in them yet (`stats` has them all).
     The rest is valid while it owns a slot: tokens (known at admission), cached (tokens of a prefix hit),
     planned (prefill rows planned so far), prefilled (the record of the last chunk is collected, so `length`
     is a fact), length (committed length by collected records; before that len(tokens)), queued (launch, most
@@ -49,6 +51,8 @@ class Sequence:
     arrived_ns: int = 0
     state: State = State.WAITING
     outputs: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_told: bool = False
     acked: int = 0
     counted: SpecStats = field(default_factory=SpecStats)
     rounds: list[Round] = field(default_factory=list)
@@ -76,6 +80,11 @@ class Sequence:
         self.most_tokens = min(self.most_rows, 1 + (self.tree_depth or self.num_drafts))
         # Cells past the limit that a frame may write: the target's rows, or the drafter's behind them.
         self.overhang = max(self.most_rows, 1 + self.lookahead)
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come: then all of it is read."""
+        return self.request.params.prompt_logprobs is not None and self.request.child == 0 and not self.prompt_told
 
     @property
     def stats(self) -> SpecStats:

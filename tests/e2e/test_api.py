@@ -343,11 +343,14 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "bias of a negative token": ({"logit_bias": {-1: 1}}, "logit_bias token id=-1"),
     "bias nan": ({"logit_bias": {1: float("nan")}}, r"logit_bias\[1\]=nan must be at least -100 and at most 100"),
     "bias out of range": ({"logit_bias": {"1": 101}}, r"logit_bias\[1\]=101"),
+    "logprobs above the table": ({"logprobs": 21}, "logprobs=21 must be between 0 and 20"),
+    "logprobs a truth": ({"logprobs": True}, "logprobs=True"),
+    "prompt logprobs negative": ({"prompt_logprobs": -1}, "prompt_logprobs=-1"),
     "biases by the thousand": ({"logit_bias": dict.fromkeys(range(5000), 1)}, "5000 entries; the limit is 300"),
     "stop id negative": ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
 }
 NOT_BUILT = {
-    "logprobs": 1, "prompt_logprobs": 1, "bad_words": ["x"], "logits_processors": [len], "guided_decoding": "x",
+    "bad_words": ["x"], "logits_processors": [len], "guided_decoding": "x",
     "structured_outputs": {"json": "{}"}, "best_of": 2, "use_beam_search": True,
 }  # fmt: skip
 

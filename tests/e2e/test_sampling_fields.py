@@ -1,4 +1,4 @@
-"""Penalties, biases and min_tokens: each position of a frame exactly as in plain decoding, whatever drafts."""
+"""Penalties, biases, min_tokens, log-probabilities: each position exactly as in plain decoding, whatever drafts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.outputs import Logprobs, RequestOutput
 from tests.support.equality_cells import TREE, model_dirs
 from tests.support.kit import VOCAB
 from tests.support.pairwise import pairwise
@@ -16,14 +18,14 @@ from tests.support.reference import DenseReference, planted_oracle
 from tests.support.tree_oracle import oracle_tree
 
 FIELDS: dict[str, dict[str, Any]] = {
-    "presence": {"presence_penalty": 1.5},
-    "frequency": {"frequency_penalty": -1.0},
+    "of-the-output": {"presence_penalty": 1.5, "frequency_penalty": -0.4},
     "repetition": {"repetition_penalty": 1.7},
     "bias": {"logit_bias": {3: 4.0, 7: -100.0, 11: 3.5}},
     "min-tokens": {"min_tokens": 12, "stop_token_ids": list(range(0, VOCAB, 7)), "presence_penalty": 0.5},
+    "logprobs": {"logprobs": 4, "prompt_logprobs": 2},
     "all": {
         "presence_penalty": 0.7, "frequency_penalty": 0.9, "repetition_penalty": 1.3, "logit_bias": {5: 2.0, 6: -2.0},
-        "min_tokens": 9, "stop_token_ids": [1, 2, 3, 4, 5, 6, 7, 8],
+        "min_tokens": 9, "stop_token_ids": [1, 2, 3, 4, 5, 6, 7, 8], "logprobs": 0,
     },
 }  # fmt: skip
 FACTORS: dict[str, Any] = {
@@ -84,4 +86,74 @@ def test_equals_plain_decoding(dirs: dict[str, Path], reference: DenseReference,
     assert [o.outputs[0].token_ids for o in outs] == expected
     if cell["drafter"] in ("oracle", "oracle-tree"):
         assert sum(o.spec.accepted for o in outs) > 0
+    for out, prompt, s in zip(outs, prompts, params, strict=True):
+        check_logprobs(out, prompt, s, reference)
     llm.check_idle()
+
+
+def check_logprobs(out: RequestOutput, prompt: tuple[int, ...], s: SamplingParams, reference: DenseReference) -> None:
+    """Every entry against a log-softmax of the model's own logits, from one dense pass over the sequence."""
+    for child in out.outputs:
+        assert (child.logprobs is None) == (s.logprobs is None)
+        with torch.inference_mode():
+            law = reference.logits([*prompt, *child.token_ids]).log_softmax(1)
+        if s.logprobs is not None:
+            assert child.logprobs is not None and len(child.logprobs) == len(child.token_ids)
+            for i, of in enumerate(child.logprobs):
+                check_entry(of, child.token_ids[i], law[len(prompt) + i - 1], s.logprobs)
+            total = sum(of[t].logprob for of, t in zip(child.logprobs, child.token_ids, strict=True))
+            assert child.cumulative_logprob == pytest.approx(total)
+    if s.prompt_logprobs is None:
+        assert out.prompt_logprobs is None
+        return
+    assert out.prompt_logprobs is not None and len(out.prompt_logprobs) == len(prompt)
+    assert out.prompt_logprobs[0] is None
+    for i, entry in enumerate(out.prompt_logprobs[1:], 1):
+        assert entry is not None
+        check_entry(entry, prompt[i], law[i - 1], s.prompt_logprobs)
+
+
+def check_entry(of: Logprobs, token: int, law_V: Any, top: int) -> None:
+    assert next(iter(of)) == token
+    assert of[token].rank == int((law_V > law_V[token]).sum()) + 1
+    assert [i for i in law_V.topk(top).indices.tolist() if i != token] == [i for i in of if i != token]
+    for i, value in of.items():
+        assert value.logprob == pytest.approx(float(law_V[i]), abs=1e-6)
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_logprobs_end_with_the_returned_tokens(dirs: dict[str, Path], reference: DenseReference, draft: Any) -> None:
+    """A stop string, a stop id, the length: one entry for each token that is returned, not one more."""
+    prompt = (5, 9, 31, 7)
+    full = reference.continuation(prompt, SamplingParams(temperature=0, max_tokens=20))
+    with LLM(model=str(dirs["target"]), dtype="float64", draft=draft, max_model_len=64, run_ahead=2) as llm:
+        text = llm.tokenizer.decode(full[6:8]).strip()
+        for more in ({"stop": text}, {"stop_token_ids": [full[5]]}, {"max_tokens": 3}, {"max_tokens": 1}):
+            s = SamplingParams(**{"temperature": 0, "max_tokens": 20, "ignore_eos": True, "logprobs": 2, **more})
+            [out] = llm.generate([list(prompt)], s)
+            assert 0 < len(out.outputs[0].token_ids) < 20
+            check_logprobs(out, prompt, s, reference)
+            chunks = list(llm.stream(list(prompt), s))
+            assert all(c.logprobs is not None and len(c.logprobs) == len(c.token_ids) for c in chunks)
+            assert [of for c in chunks for of in c.logprobs or ()] == out.outputs[0].logprobs
+
+
+def test_prompt_logprobs_of_a_cached_prefix_and_of_several_children(
+    dirs: dict[str, Path], reference: DenseReference
+) -> None:
+    """The cache is passed over where the prompt's values are asked for; children and neighbours may use it."""
+    prompt = tuple(range(3, 40))
+    s = SamplingParams(
+        temperature=0.8, seed=4, max_tokens=6, n=3, logprobs=1, prompt_logprobs=3, ignore_eos=True, presence_penalty=1.0
+    )
+    with LLM(model=str(dirs["target"]), dtype="float64", max_model_len=64, page_size=4, prefill_chunk=16) as llm:
+        first = llm.generate([list(prompt)], s)[0]
+        plain = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+        again, beside = llm.generate([list(prompt)] * 2, [s, plain])
+        for out in (first, again):
+            check_logprobs(out, prompt, s, reference)
+            for i, child in enumerate(out.outputs):
+                assert child.token_ids == reference.continuation(prompt, s, i)
+        assert beside.outputs[0].token_ids == reference.continuation(prompt, plain)
+        assert llm.stats()["counters"]["cached_prompt_tokens"] > 0
+        llm.check_idle()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.device.logits import LogitStages
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.types import RECORD_COLUMNS, FramePlan, PageAppend, PrefillSpan
@@ -35,7 +36,11 @@ class Replays:
 def make() -> tuple[Device, Replays, SlotState]:
     state = SlotState(max_slots=4, max_len=32, pages_per_slot=8, num_drafts=0, chunk_rows=8, device=torch.device("cpu"))
     frame: Any = SimpleNamespace(
-        state=state, model=SimpleNamespace(dtype=torch.float32), clears_pages=False, drafter=None
+        logit_stages=LogitStages(state, 8),
+        state=state,
+        model=SimpleNamespace(dtype=torch.float32),
+        clears_pages=False,
+        drafter=None,
     )
     graphs: Any = Replays(state)
     return Device(frame, run_ahead=2, graphs=graphs), graphs, state

@@ -8,6 +8,7 @@ same, bit for bit, however rows are grouped (docs/log.md; wider types agree to r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,13 +50,14 @@ class RowGrid:
 
     row_of_BW: row at each cell (clamped where the slot has fewer rows); None: rows are the grid, in order.
     cell_of_R: b * W + depth of each row; None likewise. pos_BW: position of each cell's token. seen_BW: of rows of
-    trees, the bits of TreeSight; pos_BW is then its `past`.
+    trees, the bits of TreeSight; pos_BW is then its `past`, and at_BW the position. A slot's first row has the lowest.
     """
 
     pos_BW: Tensor
     row_of_BW: Tensor | None = None
     cell_of_R: Tensor | None = None
     seen_BW: Tensor | None = None
+    at_BW: Tensor | None = None
 
 
 def cache_slots(table_SP: Tensor, slot_R: Tensor, pos_R: Tensor, page_size: int) -> Tensor:
@@ -84,13 +86,16 @@ class PagedAttention:
         reach: Sequence[int] = (),
         clean: bool = False,
         first_cell: int = 0,
+        window: int = 0,
     ) -> None:
         """table_BP: page table rows of the B slots. len_ub: host bound on position + 1 over the grid.
 
         reach: the bound for each slot. first_page: per slot, where its pages are one ascending run (a host fact),
         else -1; a lone slot's run, and long ones of several slots, are read in place instead of being gathered.
         clean: zero what is gathered beyond the last visible column, for caches whose pages are not zeroed when
-        they change hands. first_cell: the first column that holds anything; a row before it sees itself.
+        they change hands. first_cell: the first column that holds anything; a row before it sees itself. window: a row
+        sees that many positions, its own included (0: all); only pages that some row may see are gathered then, and
+        what no row of a slot sees is read as zero, as those pages may be anybody's.
         """
         slots, width = grid.pos_BW.shape
         self.slots = slots
@@ -102,28 +107,45 @@ class PagedAttention:
         self.grid = grid
         page = kv.page_size
         self.columns = columns = padded_columns(len_ub)
+        pos_BW = _padded(grid.pos_BW, self.pad)
+        low_BW = (
+            None if not window else _padded(grid.pos_BW if grid.at_BW is None else grid.at_BW, self.pad) - window + 1
+        )
+        from_page_B1 = None
+        if low_BW is not None:
+            # Whole blocks of torch's kernel are left out, so that the others hold the same columns whatever the rows.
+            step = math.lcm(page, KEY_BLOCK) if mask_dtype == torch.bfloat16 else page
+            within = padded_columns(window - 1 + width + step - 1)
+            if within < columns:
+                self.columns = columns = within
+                from_page_B1 = (low_BW[:, :1].clamp(min=0) // step) * (step // page)
         num_pages = -(-columns // page)
         # In place, masked columns may belong to others: finite numbers, times a probability of zero.
-        spans = self._runs(first_page, reach)
+        spans = self._runs(first_page, reach) if not window else []
         self.in_place = [kv.in_place(start, tokens) for start, tokens in spans]
         if not spans:
             have = min(num_pages, table_BP.shape[1])
             wanted_BP = table_BP[:, :have]
+            if from_page_B1 is not None:
+                index_BP = from_page_B1 + torch.arange(have, device=table_BP.device)
+                wanted_BP = table_BP.gather(1, index_BP.clamp(max=table_BP.shape[1] - 1))
             if have < num_pages:
                 wanted_BP = F.pad(wanted_BP, (0, num_pages - have))
             # Columns past the slot's own pages are masked; they read its first page, never the sink's.
             self.pages = torch.where(wanted_BP > 0, wanted_BP, table_BP[:, :1]).reshape(-1)
-        pos_BW = _padded(grid.pos_BW, self.pad)
-        column_L = torch.arange(columns, device=pos_BW.device)
-        self.seen_BL11 = (column_L <= pos_BW.amax(1, keepdim=True))[:, :, None, None] if clean else None
-        hidden = column_L > pos_BW[:, :, None]
+        column_B1L = torch.arange(columns, device=pos_BW.device).view(1, 1, -1)
+        if from_page_B1 is not None:
+            column_B1L = column_B1L + (from_page_B1 * page)[:, :, None]
+        hidden = column_B1L > pos_BW[:, :, None]
         if grid.seen_BW is not None:
-            assert not clean, "what trees see reaches beyond the last visible column"
-            bit_BWL = column_L - pos_BW[:, :, None] - 1
+            bit_BWL = column_B1L - pos_BW[:, :, None] - 1
             shown = _padded(grid.seen_BW, self.pad)[:, :, None] >> bit_BWL.clamp(0, 63)
             hidden &= (bit_BWL < 0) | (bit_BWL > 63) | (shown & 1 == 0)
         if first_cell:
-            hidden |= (column_L < first_cell) & (pos_BW >= first_cell)[:, :, None]
+            hidden |= (column_B1L < first_cell) & (pos_BW >= first_cell)[:, :, None]
+        if low_BW is not None:
+            hidden |= column_B1L < low_BW[:, :, None]
+        self.seen_BL11 = (~hidden.all(1))[:, :, None, None] if clean or window else None
         mask_BWL = torch.zeros(hidden.shape, dtype=mask_dtype, device=pos_BW.device).masked_fill_(hidden, float("-inf"))
         mask = mask_BWL[:, None, :, None, :].expand(slots, 1, self.pad, heads_per_kv, columns)
         self.mask = mask.reshape(slots, 1, self.pad * heads_per_kv, columns)
@@ -212,6 +234,7 @@ def span_attention(
     table_SP: Tensor,
     heads_per_kv: int,
     first_cell: int = 0,
+    window: int = 0,
 ) -> PrefillAttention:
     """Attention of packed prompt rows [R] whose spans (slot, start, length, first_page) the host knows."""
     parts, at = [], 0
@@ -226,6 +249,7 @@ def span_attention(
             mask_dtype=kv.data.dtype,
             first_page=(first_page,),
             first_cell=first_cell,
+            window=window,
         )
         parts.append((length, attention))
         at += length

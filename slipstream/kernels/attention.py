@@ -31,6 +31,7 @@ def paged_attention(
     pdl: bool = False,
     per_slot: int = 1,
     first_cell: int = 0,
+    low_R: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K^T * scale) V, [R, N, D]: row r sees cache positions 0..pos_R[r] of slot_R[r].
 
@@ -39,7 +40,8 @@ def paged_attention(
     neighbours: then they share what they read. k, v [pages, page size, K, D]; cells that no row may see can
     hold anything. table [slots, pages per slot]; slot, pos [R]: int32 or int64. partial, counters: a Workspace.
     per_slot: how many rows a slot has, a hint for the cut.
-    first_cell: positions before it are hidden from all rows, whose own must not be among them.
+    first_cell: positions before it are hidden from all rows, whose own must not be among them. low_R [R], int32 or int64:
+    the first position that a row with a sliding window sees, 0 or less for all; of a tree, not above pos + 1.
     """
     heads, dim = q_RND.shape[1], q_RND.shape[2]
     page_size, kv_heads = k_PSKD.shape[1], k_PSKD.shape[2]
@@ -47,6 +49,8 @@ def paged_attention(
     length = table_SP.shape[1] * page_size
     t_L = torch.arange(length, device=q_RND.device)
     seen_RL = (t_L <= at_R[:, None]) & (t_L >= first_cell)
+    if low_R is not None:
+        seen_RL = seen_RL & (t_L >= low_R[:, None])
     if tree_R is not None:
         j_RL = t_L - at_R[:, None] - 1
         seen_RL = seen_RL | ((j_RL >= 0) & (j_RL < 64) & (((tree_R[:, None] >> j_RL.clamp(0, 63)) & 1) != 0))
@@ -65,7 +69,7 @@ def paged_attention(
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor,
     tree_R: Tensor | None, scale: float, partial: Tensor, counters: Tensor, pdl: bool = False, per_slot: int = 1,
-    first_cell: int = 0,
+    first_cell: int = 0, low_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(q_RND)
 
@@ -74,7 +78,7 @@ def _(
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor,
     tree_R: Tensor | None, scale: float, partial: Tensor, counters: Tensor, pdl: bool = False, per_slot: int = 1,
-    first_cell: int = 0,
+    first_cell: int = 0, low_R: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     from slipstream.kernels.jit import attention
 
@@ -87,6 +91,6 @@ def _(
     attention.launch_paged_attention(
         q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R.contiguous(), pos_R.contiguous(), tree_R,
         partial, counters,
-        scale=scale, config=c, first_cell=first_cell, pdl=pdl,
+        scale=scale, config=c, first_cell=first_cell, low=None if low_R is None else low_R.contiguous(), pdl=pdl,
     )  # fmt: skip
     return out_RND

@@ -41,25 +41,26 @@ def prefill_tiles(slot_R: Tensor, rows_per_tile: int, slots: int) -> Tensor:
 @torch.library.custom_op(OP + "prefill_attention", mutates_args=())
 def prefill_attention(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor, tile_T: Tensor,
-    scale: float, first_cell: int = 0,
+    scale: float, first_cell: int = 0, window: int = 0,
 ) -> Tensor:  # fmt: skip
     """softmax(q K^T * scale) V, [R, N, D]: row r sees cache positions 0..pos_R[r] of slot_R[r].
 
     As `paged_attention`, for many rows: the rows of a slot are neighbours, in order of position. Rows of slot 0 are
     padding and give zeros. tile_T: `prefill_tiles` of slot_R. Cells that no row may see can hold anything.
-    first_cell: as in `paged_attention`.
+    first_cell: as in `paged_attention`. window: a row sees so many positions, its own included; 0: all.
     """
     none = q_RND.new_empty(0, dtype=torch.float32)
     out_RND: Tensor = paged_attention(
-        q_RND, k_PSKD, v_PSKD, table_SP, slot_R, pos_R, None, scale, none, none.to(torch.int32), first_cell=first_cell
-    )
+        q_RND, k_PSKD, v_PSKD, table_SP, slot_R, pos_R, None, scale, none, none.to(torch.int32), first_cell=first_cell,
+        low_R=pos_R - (window - 1) if window else None,
+    )  # fmt: skip
     return out_RND
 
 
 @prefill_attention.register_fake
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor, tile_T: Tensor,
-    scale: float, first_cell: int = 0,
+    scale: float, first_cell: int = 0, window: int = 0,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(q_RND, memory_format=torch.contiguous_format)
 
@@ -67,7 +68,7 @@ def _(
 @prefill_attention.register_kernel("cuda")
 def _(
     q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, table_SP: Tensor, slot_R: Tensor, pos_R: Tensor, tile_T: Tensor,
-    scale: float, first_cell: int = 0,
+    scale: float, first_cell: int = 0, window: int = 0,
 ) -> Tensor:  # fmt: skip
     from slipstream.kernels.jit import prefill
 
@@ -77,6 +78,6 @@ def _(
         q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R.contiguous(), pos_R.contiguous(), tile_T,
         scale=scale,
         rows_per_tile=rows_per_tile(rows, heads // k_PSKD.shape[2], dim, q_RND.element_size()),
-        config=prefill_config(rows, dim, q_RND.element_size()), first_cell=first_cell,
+        config=prefill_config(rows, dim, q_RND.element_size()), first_cell=first_cell, window=window,
     )  # fmt: skip
     return out_RND

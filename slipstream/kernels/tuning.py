@@ -135,6 +135,8 @@ def attention_config(rows: int, dim: int = 128, per_slot: int = 1) -> AttentionC
     same with drafts as without.
     """
     slots = -(-rows // per_slot)
+    if dim > 128:  # two blocks of keys and values of such heads have to fit into shared memory
+        return AttentionConfig(splits=8 if slots <= 4 else 4 if slots <= 16 else 2, block=32, stages=2)
     if slots <= 4:
         return AttentionConfig(splits=8, block=64, warps=8)
     if slots <= 16 or dim <= 64:

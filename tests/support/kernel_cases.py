@@ -24,6 +24,7 @@ class Paged:
     slot: Tensor
     pos: Tensor
     tree: Tensor | None
+    low: Tensor | None = None
 
 
 def paged_case(
@@ -35,10 +36,12 @@ def paged_case(
     dim: int = 16,
     tree: bool = False,
     dtype: torch.dtype = torch.float32,
+    window: int = 0,
 ) -> Paged:
     """Slot s (from 1) has lengths[s - 1] committed tokens and rows[s - 1] rows in flight behind them.
 
-    A sink row stands in front and between the slots.
+    A sink row stands in front and between the slots. window: a row sees that many positions, its own included, and
+    what no row of a slot sees is NaN too.
     """
     slots, wide = len(lengths), max(n + r for n, r in zip(lengths, rows, strict=True))
     pages = -(-wide // page) + 1
@@ -46,9 +49,10 @@ def paged_case(
     table[1:] = (torch.randperm(slots * pages) + 1).view(slots, pages)
     k = torch.full((slots * pages + 1, page, kv_heads, dim), float("nan"), dtype=dtype)
     v = k.clone()
-    slot, pos, masks = [0], [0], [0]
+    slot, pos, masks, low = [0], [0], [0], [0]
     for s in range(1, slots + 1):
-        for t in range(lengths[s - 1] + rows[s - 1]):
+        first = max(0, lengths[s - 1] - window + 1) if window else 0
+        for t in range(first, lengths[s - 1] + rows[s - 1]):
             k[table[s, t // page], t % page] = torch.randn(kv_heads, dim).to(dtype)
             v[table[s, t // page], t % page] = torch.randn(kv_heads, dim).to(dtype)
         for j in range(rows[s - 1]):
@@ -56,9 +60,11 @@ def paged_case(
             pos.append(lengths[s - 1] - 1 if tree else lengths[s - 1] + j)
             # Root, then alternating branches: row j sees itself and every second row before it.
             masks.append(sum(1 << i for i in range(j, -1, -2)) | 1)
+            low.append(lengths[s - 1] + (-(-j // 2) if tree else j) - window + 1)
         slot.append(0)
         pos.append(0)
         masks.append(0)
+        low.append(0)
     return Paged(
         k=k,
         v=v,
@@ -66,6 +72,7 @@ def paged_case(
         slot=torch.tensor(slot, dtype=torch.int32),
         pos=torch.tensor(pos, dtype=torch.int32),
         tree=torch.tensor(masks, dtype=torch.int64) if tree else None,
+        low=torch.tensor(low) if window else None,
     )
 
 
@@ -77,7 +84,7 @@ def attention_by_loops(q: Tensor, case: Paged, scale: float) -> Tensor:
         s, p = int(case.slot[r]), int(case.pos[r])
         if s == 0:
             continue
-        seen = list(range(p + 1))
+        seen = list(range(0 if case.low is None else max(0, int(case.low[r])), p + 1))
         if case.tree is not None:
             seen += [p + 1 + j for j in range(64) if int(case.tree[r]) >> j & 1]
         k = torch.stack([case.k[case.table[s, t // page], t % page] for t in seen]).double()

@@ -16,13 +16,14 @@ from triton.language.extra import cuda as tlx
 
 @triton.jit(do_not_specialize=["R"])
 def paged_attention_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr, tree_ptr, ws_ptr, cnt_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr, tree_ptr, low_ptr, ws_ptr, cnt_ptr,
     R, table_width, page_size, scale,
     N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     ROWS: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
-    SKIP: tl.constexpr, PDL: tl.constexpr,
+    SKIP: tl.constexpr, LOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, KH, SPLITS); DP and GP are D and G rounded up to powers of two. Positions below SKIP are hidden."""
+    """Grid (R, KH, SPLITS); DP and GP are D and G rounded up to powers of two. Positions below SKIP are hidden; with LOW
+    also those below the row's own first one, and blocks that no row of the tile sees are not read."""
     first = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -55,6 +56,12 @@ def paged_attention_kernel(
         flying = ((tree[:, None] >> bit[None, :].to(tl.int64)) & 1) != 0
         length += tl.max(tl.max(tl.where(flying, bit[None, :] + 1, 0), axis=1), axis=0)
     blocks = tl.cdiv(length, BT)
+    begin = split
+    if LOW:
+        # Idle lanes must not widen the window. A split without a block in it adds nothing, and is merged all the same.
+        low = tl.load(low_ptr + row, mask=mine, other=2147483647).to(tl.int32)
+        lowest = tl.maximum(tl.min(low, axis=0), 0)
+        begin += tl.cdiv(tl.maximum(lowest // BT - split, 0), SPLITS) * SPLITS
     live = tl.minimum(blocks, SPLITS)
     pages = table_ptr + slot.to(tl.int64) * table_width
     if PDL:
@@ -68,15 +75,20 @@ def paged_attention_kernel(
             top = tl.full([ROWS * GP], float("-inf"), tl.float32)
             total = tl.zeros([ROWS * GP], tl.float32)
             acc = tl.zeros([ROWS * GP, DP], tl.float32)
-            for block in tl.range(split, blocks, SPLITS):
+            for block in tl.range(begin, blocks, SPLITS):
                 t = block * BT + tl.arange(0, BT)
-                page = tl.load(pages + t // page_size, mask=t < length, other=0)
+                there = t < length
+                if LOW:
+                    there = there & (t >= lowest)
+                page = tl.load(pages + t // page_size, mask=there, other=0)
                 kv = (page.to(tl.int64) * page_size + t % page_size) * (KH * D) + head * D
-                # Cells past the tile's last position may hold anything, NaN too: they are read as zero.
-                k = tl.load(k_ptr + kv[None, :] + d[:, None], mask=(t[None, :] < length) & d_in[:, None], other=0.0)
-                full = (t < length) & (t >= SKIP)
+                # Cells outside of what the tile sees may hold anything, NaN too: they are read as zero.
+                k = tl.load(k_ptr + kv[None, :] + d[:, None], mask=there[None, :] & d_in[:, None], other=0.0)
+                full = there & (t >= SKIP)
                 v = tl.load(v_ptr + kv[:, None] + d[None, :], mask=full[:, None] & d_in[None, :], other=0.0)
                 see = (t[None, :] <= pos[:, None]) & (t[None, :] >= SKIP)
+                if LOW:
+                    see = see & (t[None, :] >= low[:, None])
                 if TREE:
                     j = t[None, :] - pos[:, None] - 1
                     shown = (tree[:, None] >> tl.minimum(tl.maximum(j, 0), 63).to(tl.int64)) & 1
@@ -138,7 +150,7 @@ def rows_per_tile(group: int) -> int:
 
 
 def launch_paged_attention(
-    q, k, v, out, table, slot, pos, tree, ws, counters, *, scale, config, first_cell=0, pdl=False
+    q, k, v, out, table, slot, pos, tree, ws, counters, *, scale, config, first_cell=0, low=None, pdl=False
 ):  # fmt: skip
     """Launch; see kernels/attention.py for the shapes."""
     rows, heads, dim = q.shape
@@ -146,9 +158,9 @@ def launch_paged_attention(
     group = heads // kv_heads
     c = config
     paged_attention_kernel[(rows, kv_heads, c.splits)](
-        q, k, v, out, table, slot, pos, tree, ws, counters,
+        q, k, v, out, table, slot, pos, tree, low, ws, counters,
         rows, table.shape[1], k.shape[1], scale,
         N=heads, KH=kv_heads, D=dim, DP=triton.next_power_of_2(dim), G=group, GP=triton.next_power_of_2(group),
-        ROWS=rows_per_tile(group), BT=c.block, SPLITS=c.splits, TREE=tree is not None, SKIP=first_cell, PDL=pdl,
-        num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
+        ROWS=rows_per_tile(group), BT=c.block, SPLITS=c.splits, TREE=tree is not None, SKIP=first_cell, LOW=low is not None,
+        PDL=pdl, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -16,20 +16,24 @@ import triton.language as tl
 def _stream(
     acc, top, total, q, pos, k_ptr, v_ptr, pages, head, begin, end, length, factor,
     KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, EDGE: tl.constexpr,
-    SKIP: tl.constexpr,
+    SKIP: tl.constexpr, WINDOW: tl.constexpr, lowest,
 ):  # fmt: skip
     """Key blocks begin..end - 1 into the running softmax. EDGE: some keys are not visible to every row."""
     d = tl.arange(0, DP)
     for block in tl.range(begin, end):
         t = block * BT + tl.arange(0, BT)
         if EDGE:
-            page = tl.load(pages + t // PAGE, mask=t < length, other=0)
+            inside = (t < length) & (t >= SKIP)
+            if WINDOW > 0:
+                inside = inside & (t >= lowest)
+            page = tl.load(pages + t // PAGE, mask=inside, other=0)
         else:
             page = tl.load(pages + t // PAGE)
         kv = (page.to(tl.int64) * PAGE + t % PAGE) * (KH * D) + head * D
         if EDGE or DP != D:
-            # Cells past the tile's last position may hold anything, NaN too: they are read as zero.
-            inside = (t < length) & (t >= SKIP)
+            # Cells outside of what the tile sees may hold anything, NaN too: they are read as zero.
+            if not EDGE:
+                inside = (t < length) & (t >= SKIP)
             k = tl.load(k_ptr + kv[None, :] + d[:, None], mask=inside[None, :] & (d < D)[:, None], other=0.0)
             v = tl.load(v_ptr + kv[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
         else:
@@ -37,7 +41,10 @@ def _stream(
             v = tl.load(v_ptr + kv[:, None] + d[None, :])
         s = tl.dot(q, k, input_precision="ieee") * factor
         if EDGE:
-            s = tl.where((t[None, :] <= pos[:, None]) & (t[None, :] >= SKIP), s, float("-inf"))
+            see = (t[None, :] <= pos[:, None]) & (t[None, :] >= SKIP)
+            if WINDOW > 0:
+                see = see & (t[None, :] > pos[:, None] - WINDOW)
+            s = tl.where(see, s, float("-inf"))
         new = tl.maximum(top, tl.max(s, axis=1))
         # Idle lanes of the tile have seen nothing: their maximum is still -inf.
         safe = tl.where(new == float("-inf"), 0.0, new)
@@ -54,8 +61,10 @@ def prefill_attention_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr, tile_ptr, R, table_width, scale,
     N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     ROWS: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr, SKIP: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KH); DP (at least 16) and GP are D and G rounded up to powers of two. Keys below SKIP are hidden."""
+    """Grid (tiles, KH); DP (at least 16) and GP are D and G rounded up to powers of two. Keys below SKIP are hidden,
+    with WINDOW > 0 also those that many or more positions before a row's own."""
     # From the last tile on: late rows see most keys, so the long programs start first.
     first = tl.load(tile_ptr + tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int32)
     head = tl.program_id(1)
@@ -83,26 +92,35 @@ def prefill_attention_kernel(
             factor = scale * 1.4426950408889634
             top = tl.full([ROWS * GP], float("-inf"), tl.float32)
             begin = whole * 0
-            if SKIP > 0:
-                begin = tl.minimum(whole, 1)
+            lowest = whole * 0
+            if SKIP > 0 or WINDOW > 0:
+                # The blocks before the first one that every row sees whole.
+                begin = tl.minimum(whole, 1 if SKIP > 0 else 0)
+                start = whole * 0
+                if WINDOW > 0:
+                    lowest = tl.maximum(tl.min(tl.where(mine, pos, length), axis=0) - WINDOW + 1, 0)
+                    start = lowest // BT
+                    begin = tl.maximum(begin, tl.cdiv(tl.maximum(length - WINDOW, 0), BT))
+                    begin = tl.minimum(begin, tl.cdiv(length, BT))
+                    whole = tl.maximum(whole, begin)
                 acc, top, total = _stream(
-                    acc, top, total, q, pos, k_ptr, v_ptr, pages, head, 0, begin, length, factor,
-                    KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=True, SKIP=SKIP,
+                    acc, top, total, q, pos, k_ptr, v_ptr, pages, head, start, begin, length, factor,
+                    KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=True, SKIP=SKIP, WINDOW=WINDOW, lowest=lowest,
                 )  # fmt: skip
             acc, top, total = _stream(
                 acc, top, total, q, pos, k_ptr, v_ptr, pages, head, begin, whole, length, factor,
-                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=False, SKIP=SKIP,
+                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=False, SKIP=SKIP, WINDOW=WINDOW, lowest=lowest,
             )  # fmt: skip
             acc, top, total = _stream(
                 acc, top, total, q, pos, k_ptr, v_ptr, pages, head, whole, tl.cdiv(length, BT), length, factor,
-                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=True, SKIP=SKIP,
+                KH=KH, D=D, DP=DP, PAGE=PAGE, BT=BT, EDGE=True, SKIP=SKIP, WINDOW=WINDOW, lowest=lowest,
             )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=cell)
 
 
 def launch_prefill_attention(
-    q, k, v, out, table, slot, pos, tile, *, scale, rows_per_tile, config, first_cell=0
+    q, k, v, out, table, slot, pos, tile, *, scale, rows_per_tile, config, first_cell=0, window=0
 ):  # fmt: skip
     """Launch; see kernels/prefill.py for the shapes."""
     rows, heads, dim = q.shape
@@ -111,6 +129,6 @@ def launch_prefill_attention(
     prefill_attention_kernel[(tile.shape[0], kv_heads)](
         q, k, v, out, table, slot, pos, tile, rows, table.shape[1], scale,
         N=heads, KH=kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), G=group, GP=triton.next_power_of_2(group),
-        ROWS=rows_per_tile, BT=config.block, PAGE=k.shape[1], SKIP=first_cell,
+        ROWS=rows_per_tile, BT=config.block, PAGE=k.shape[1], SKIP=first_cell, WINDOW=window,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

@@ -37,9 +37,17 @@ class Slots:
                 self.table[i + 1, j] = ids.pop(0)
 
     def attend(
-        self, rows: list[tuple[int, int]], first_page: tuple[int, ...] = (), reach: tuple[int, ...] = ()
+        self,
+        rows: list[tuple[int, int]],
+        first_page: tuple[int, ...] = (),
+        reach: tuple[int, ...] = (),
+        window: int = 0,
+        poison: bool = False,
     ) -> torch.Tensor:
-        """rows: (sequence, how many of its last positions); earlier ones are written to the cache first."""
+        """rows: (sequence, how many of its last positions); earlier ones are written to the cache first.
+
+        poison: what no row can see is NaN, and table entries of such pages are the sink.
+        """
         slots, pos, q, k, v = [], [], [], [], []
         width = max(w for _, w in rows)
         for i, w in rows:
@@ -48,6 +56,11 @@ class Slots:
             where = cache_slots(self.table, torch.full_like(early, i + 1), early, self.kv.page_size)
             self.kv.flat[0][0][where] = self.k[i][: n - w]
             self.kv.flat[0][1][where] = self.v[i][: n - w]
+            if poison:
+                seen = max(0, n - w - window + 1)
+                self.kv.flat[0][0][where[:seen]] = self.kv.flat[0][1][where[:seen]] = float("nan")
+                self.table[i + 1, : seen // self.kv.page_size] = 0
+                self.kv.data[:, :, 0] = float("nan")
             slots += [i + 1] * w
             pos += range(n - w, n)
             q.append(self.q[i][n - w :]), k.append(self.k[i][n - w :]), v.append(self.v[i][n - w :])
@@ -63,13 +76,13 @@ class Slots:
         attention = PagedAttention(
             self.kv, grid=grid, cache_slot_R=cache_slots(self.table, slot_R, pos_R, self.kv.page_size),
             table_BP=self.table[torch.tensor([i + 1 for i, _ in rows])], len_ub=int(pos_R.max()) + 1,
-            heads_per_kv=N // K, mask_dtype=self.kv.data.dtype, first_page=first_page, reach=reach,
+            heads_per_kv=N // K, mask_dtype=self.kv.data.dtype, first_page=first_page, reach=reach, window=window,
         )  # fmt: skip
         return attention.attend(0, torch.cat(q), torch.cat(k), torch.cat(v))
 
-    def dense(self, i: int, w: int) -> torch.Tensor:
+    def dense(self, i: int, w: int, window: int = 0) -> torch.Tensor:
         pos = torch.arange(len(self.q[i]))
-        return DenseCausal(pos).attend(0, self.q[i], self.k[i], self.v[i])[-w:]
+        return DenseCausal(pos, (window,)).attend(0, self.q[i], self.k[i], self.v[i])[-w:]
 
 
 @pytest.mark.parametrize("page_size", [1, 5, 16, 32])
@@ -79,6 +92,29 @@ def test_ragged_rows_equal_dense(page_size: int, runs: bool) -> None:
     out = s.attend([(1, 4), (0, 1), (3, 1), (2, 2)])
     want = torch.cat([s.dense(1, 4), s.dense(0, 1), s.dense(3, 1), s.dense(2, 2)])
     assert torch.allclose(out, want, atol=1e-12)
+
+
+@pytest.mark.parametrize("page_size", [1, 5, 16])
+@pytest.mark.parametrize("window", [1, 4, 30, 100])
+def test_windows_equal_dense_and_read_nothing_behind_them(page_size: int, window: int) -> None:
+    """Rows of several slots, drafted ones too; pages behind every row's window hold NaN or are gone."""
+    s = Slots([3, 70, 33, 1, 58], page_size, torch.float64, runs=False)
+    out = s.attend([(1, 4), (0, 1), (3, 1), (2, 2), (4, 40)], window=window, poison=True)
+    want = torch.cat([s.dense(i, w, window) for i, w in ((1, 4), (0, 1), (3, 1), (2, 2), (4, 40))])
+    assert torch.allclose(out, want, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [40, 300, 512])
+def test_windows_do_not_depend_on_grouping(window: int) -> None:
+    """bf16, bit for bit, as without a window: alone or in a batch, one row or several."""
+    lengths = [130, 61, 9, 700, 1777]
+    batch = Slots(lengths, 32, torch.bfloat16, runs=False)
+    taken = [(0, 8), (1, 3), (2, 1), (3, 8), (4, 5)]
+    out, at = batch.attend(taken, window=window), 0
+    for i, w in taken:
+        for alone in range(1, w + 1):
+            assert torch.equal(batch.attend([(i, alone)], window=window), out[at + w - alone : at + w]), (i, alone)
+        at += w
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 100])

@@ -157,6 +157,38 @@ def test_paged_attention(tree: bool, first_cell: int, splits: int, block: int) -
     assert not work.counters.any()
 
 
+@pytest.mark.parametrize(
+    ("window", "tree", "splits", "block"), [(1, False, 1, 16), (5, False, 3, 4), (12, False, 8, 4), (6, True, 8, 4)]
+)
+def test_paged_attention_with_a_window(window: int, tree: bool, splits: int, block: int) -> None:
+    """Rows with windows of their own in one tile; what none of them sees is NaN."""
+    case = paged_case([9, 40, 1], [5, 1, 2], tree=tree, window=window)
+    work = workspace()
+    q, out = torch.randn(case.slot.shape[0], 6, 16), poison(case.slot.shape[0], 6, 16)
+    args = (case.table, case.slot, case.pos, case.tree)
+    attention.launch_paged_attention(
+        q, case.k, case.v, out, *args, work.partial, work.counters, scale=0.25, low=case.low,
+        config=AttentionConfig(splits=splits, block=block),
+    )  # fmt: skip
+    want = ops_attention.paged_attention(q, case.k, case.v, *args, 0.25, work.partial, work.counters, low_R=case.low)
+    assert relative_error(out, want) < 1e-5 and not out.isnan().any()
+    assert (out[case.slot == 0] == 0).all() and not work.counters.any()
+
+
+@pytest.mark.parametrize(("window", "queries", "block"), [(1, 16, 16), (5, 16, 4), (14, 64, 8)])
+def test_prefill_attention_with_a_window(window: int, queries: int, block: int) -> None:
+    case = paged_case([9, 40, 1, 0], [11, 1, 2, 33], window=window)
+    rows, per_tile = case.slot.shape[0], queries // 4
+    q, out = torch.randn(rows, 6, 16), poison(rows, 6, 16)
+    tiles = prefill_tiles(case.slot, per_tile, rows)
+    prefill.launch_prefill_attention(
+        q, case.k, case.v, out, case.table, case.slot, case.pos, tiles, scale=0.25, rows_per_tile=per_tile,
+        config=PrefillConfig(queries=queries, block=block), window=window,
+    )  # fmt: skip
+    want = ops_prefill.prefill_attention(q, case.k, case.v, case.table, case.slot, case.pos, tiles, 0.25, window=window)
+    assert relative_error(out, want) < 1e-5 and not out.isnan().any()
+
+
 @pytest.mark.parametrize(("queries", "block"), [(16, 16), (16, 4), (32, 8), (64, 32)])
 @pytest.mark.parametrize("heads", [6, 2])
 @pytest.mark.parametrize("first_cell", [0, 1])

@@ -63,21 +63,25 @@ def test_head_argmax_takes_the_lowest_of_equals() -> None:
     assert sample.argmax_rows(logits).tolist() == [7] * R
 
 
+@pytest.mark.parametrize("window", [0, 5])
 @pytest.mark.parametrize("tree", [False, True])
 @pytest.mark.parametrize("page", [1, 4])
-def test_paged_attention_is_its_definition(tree: bool, page: int) -> None:
-    case = paged_case([9, 20, 1], [3, 1, 4], tree=tree, page=page)
+def test_paged_attention_is_its_definition(tree: bool, page: int, window: int) -> None:
+    case = paged_case([9, 20, 1], [3, 1, 4], tree=tree, page=page, window=window)
     q = torch.randn(case.slot.shape[0], 6, 16)
-    got = attention.paged_attention(q, case.k, case.v, case.table, case.slot, case.pos, case.tree, 0.25, *ws())
+    got = attention.paged_attention(
+        q, case.k, case.v, case.table, case.slot, case.pos, case.tree, 0.25, *ws(), low_R=case.low
+    )
     assert relative_error(got, attention_by_loops(q, case, 0.25)) < 1e-6
     assert (got[case.slot == 0] == 0).all()
 
 
-def test_prefill_attention_is_its_definition() -> None:
-    case = paged_case([9, 20, 1, 0], [3, 1, 4, 12])
+@pytest.mark.parametrize("window", [0, 1, 6])
+def test_prefill_attention_is_its_definition(window: int) -> None:
+    case = paged_case([9, 20, 1, 0], [3, 1, 4, 12], window=window)
     q = torch.randn(case.slot.shape[0], 6, 16)
     tiles = prefill.prefill_tiles(case.slot, 4, 5)
-    got = prefill.prefill_attention(q, case.k, case.v, case.table, case.slot, case.pos, tiles, 0.25)
+    got = prefill.prefill_attention(q, case.k, case.v, case.table, case.slot, case.pos, tiles, 0.25, 0, window)
     assert relative_error(got, attention_by_loops(q, case, 0.25)) < 1e-6
     assert (got[case.slot == 0] == 0).all()
 

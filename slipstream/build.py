@@ -16,7 +16,7 @@ from slipstream.device.catch_up import CatchUp
 from slipstream.device.frame import Frame
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
-from slipstream.draft.detect import Head, load_head
+from slipstream.draft.detect import OWN, Head, load_head
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
 from slipstream.draft.tree import TreeShape
@@ -73,13 +73,12 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     if num_drafts and isinstance(config.draft, str) and config.draft not in ("none", "ngram", "suffix"):
         try:
             head = load_head(
-                config.draft, model, revision=config.revision, load_format=config.load_format, seed=config.seed
-            )
+                config.draft, model, home=loaded.source, revision=config.revision, load_format=config.load_format,
+                seed=config.seed,
+            )  # fmt: skip
             draft_loaded = _load(config, config.draft, device) if head is None else None
         except ModelLoadError as error:
-            raise ModelLoadError(
-                f'draft={config.draft!r} is neither "ngram" nor "suffix" nor a model that loads: {error}'
-            ) from None
+            raise ModelLoadError(f"draft={config.draft!r}{_unknown_draft(config.draft)}: {error}") from None
         if config.num_drafts is None and head is not None:
             num_drafts = getattr(head.model, "max_drafts", num_drafts)
         if draft_loaded is not None:
@@ -169,7 +168,8 @@ def _tree(config: LLMConfig, head: Head | None) -> TreeShape | None:
         if head is None or head.tree is None:
             kind = head.drafter.__name__ if head is not None else "not a head"
             raise ConfigError(
-                f"draft_tree={config.draft_tree!r} needs an EAGLE-3 head; draft={config.draft!r} ({kind}) drafts chains"
+                f"draft_tree={config.draft_tree!r} needs an EAGLE-3 or MTP head; draft={config.draft!r} ({kind}) "
+                "drafts chains"
             )
         vocab = head.model.vocab_size if head.model.id_D is None else head.model.id_D.shape[0]
         if shape.topk > vocab:
@@ -180,6 +180,11 @@ def _tree(config: LLMConfig, head: Head | None) -> TreeShape | None:
             f"synthetic_acceptance={synthetic} must be from 1 to {shape.depth + 1}, the levels of the tree and one more"
         )
     return shape
+
+
+def _unknown_draft(name: str) -> str:
+    """What to say of a draft that does not load, where it may be a misspelt word."""
+    return "" if name == OWN or Path(name).expanduser().exists() else ' is neither "ngram", "suffix", "mtp" nor a draft'
 
 
 def _lookahead(num_drafts: int, shape: TreeShape | None) -> int:
@@ -397,5 +402,5 @@ def _drafter(
         if isinstance(made, Drafter):
             return made
     raise ConfigError(
-        f'draft={config.draft!r} is not a drafter; use None, "ngram", "suffix" or the path of a draft model'
+        f'draft={config.draft!r} is not a drafter; use None, "ngram", "suffix", "mtp" or the path of a draft'
     )

@@ -27,6 +27,8 @@ from slipstream.draft.eagle3_config import parse_eagle3
 from slipstream.draft.eagle3_model import dummy_eagle3
 from slipstream.draft.feature import FeatureDrafter
 from slipstream.draft.feature_tree import FeatureTreeDrafter
+from slipstream.draft.mtp import MTPDrafter
+from slipstream.draft.mtp_model import MTPModel, mtp_shapes, parse_mtp
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import Drafter
 from slipstream.draft.standalone import StandaloneDrafter
@@ -87,6 +89,8 @@ TREE_KERNELS = ("slipstream::tree_rows", "slipstream::compact_path", "slipstream
 
 EAGLE_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms", "slipstream::stream_linear")
 
+MTP_KERNELS = ("slipstream::feature_rows",)
+
 PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention", "slipstream::pack_rows")
 """Where the fused pass does not fit the model."""
 
@@ -95,10 +99,11 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
 
     kind: greedy; sampled; suffix: greedy, dspark: sampled, with that drafter instead of n-gram; eagle3,
-    eagle3-sampled: with an EAGLE-3 head; eagle3-off: with one that catches up before a frame without drafting; tree,
-    tree-sampled: with one that drafts trees; library: greedy with the kernels that stand between library products; or
-    model: sampled, with drafts by a model, and the plain pass for both. plant: "module:function" that puts a known
-    fault back into a production function, to see that the proof turns red (tests/unit/test_frame_proof.py).
+    eagle3-sampled: with an EAGLE-3 head; mtp, mtp-sampled: with an MTP head; eagle3-off, mtp-off: with one that catches
+    up before a frame without drafting; tree, tree-sampled: with an EAGLE-3 head that drafts trees; library: greedy with
+    the kernels that stand between library products; or model: sampled, with drafts by a model, and the plain pass for
+    both. plant: "module:function" that puts a known fault back into a production function, to see that the proof turns
+    red (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(
@@ -113,7 +118,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
     workspace, tree = Workspace(device), TREE if kind.startswith("tree") else None
-    sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled", "tree-sampled")
+    sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled", "mtp-sampled", "tree-sampled")
     drafter: Drafter = NgramDrafter(slots=slots, max_drafts=drafts, device=device)
     if kind == "suffix":
         drafter = SuffixDrafter(max_drafts=drafts)
@@ -121,6 +126,8 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         drafter = _block_drafter(model, engine, workspace)
     if kind.startswith("eagle3") or tree is not None:
         drafter = _eagle_drafter(model, engine, workspace, tree)
+    if kind.startswith("mtp"):
+        drafter = _mtp_drafter(model, engine, workspace)
     if kind == "model":
         drafter = StandaloneDrafter(model, kv=kv, max_drafts=drafts, workspace=workspace)
     state = SlotState(
@@ -130,7 +137,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
     fused = None if kind == "model" else FusedDecoder(model, kv, workspace, config=cut)
     frame = Frame(model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace, tree=tree)
-    if kind == "eagle3-off":
+    if kind.endswith("-off"):
         frame.catch_up = CatchUp(
             drafter, state, ring=16, page_size=page, hidden_size=config.hidden_size, dtype=torch.bfloat16
         )
@@ -158,7 +165,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     if kind == "suffix":
         kernels = (*kernels, "slipstream::suffix_places", "slipstream::suffix_walk")
     if isinstance(drafter, FeatureDrafter):
-        kernels = (*kernels, *EAGLE_KERNELS)
+        kernels = (*kernels, *(MTP_KERNELS if kind.startswith("mtp") else EAGLE_KERNELS))
     if tree is not None:
         kernels = (*kernels, *TREE_KERNELS, *(() if sampled else ("slipstream::walk_trees",)))
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
@@ -197,6 +204,18 @@ def _eagle_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace, t
     if tree is None:
         return Eagle3Drafter(head, kv=kv, **options)
     return FeatureTreeDrafter(head, kv=kv, shape=tree, **options)
+
+
+def _mtp_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> Drafter:
+    """An MTP head on random weights."""
+    config = parse_mtp(CONFIG, model.config)
+    head = MTPModel(config, DummyTensors(mtp_shapes(config), seed=1, device=model.device), model)
+    c = head.config
+    kv = KVPages(
+        num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size, num_kv_heads=c.num_kv_heads,
+        head_dim=c.head_dim, dtype=model.dtype, device=model.device,
+    )  # fmt: skip
+    return MTPDrafter(head, kv=kv, max_drafts=engine.num_drafts, max_len=engine.max_model_len, workspace=workspace)
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:

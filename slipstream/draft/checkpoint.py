@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.errors import ModelLoadError
+from slipstream.models.blocks import Int4Blocks, Int8Blocks
 from slipstream.models.config import read_json
-from slipstream.models.weights import DenseSource
+from slipstream.models.weights import DenseSource, WeightSource
 
 _SAFE, _SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -74,6 +76,29 @@ def _open(path: Path):  # type: ignore[no-untyped-def]
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as e:
         raise ModelLoadError(f"{path} is not a readable safetensors file: {e}") from None
+
+
+class PartOf:
+    """The tensors of another source whose names are wanted."""
+
+    def __init__(self, source: WeightSource, wanted: Callable[[str], bool]) -> None:
+        self.source = source
+        self._names = {name for name in source.names() if wanted(name)}
+
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.source.shape(name)
+
+    def read(self, name: str, start: int, stop: int) -> Tensor:
+        return self.source.read(name, start, stop)
+
+    def packed_kind(self, name: str) -> Literal["int4", "int8"] | None:
+        return self.source.packed_kind(name)
+
+    def read_packed(self, name: str) -> Int4Blocks | Int8Blocks:
+        return self.source.read_packed(name)
 
 
 class TensorTable(DenseSource):

@@ -25,11 +25,12 @@ DRAFTERS: dict[str, str] = {
     "eagle3": "slipstream.draft.eagle3:Eagle3Drafter",
     "dflash": "slipstream.draft.dflash:BlockDrafter",
     "dspark": "slipstream.draft.dflash:BlockDrafter",
+    "mtp": "slipstream.draft.mtp:MTPDrafter",
 }
 """Kind -> "module:Class"; a checkpoint of none of these kinds is a language model that drafts by itself."""
 
 
-TREES: dict[str, str] = {"eagle3": "slipstream.draft.feature_tree:FeatureTreeDrafter"}
+TREES: dict[str, str] = dict.fromkeys(("eagle3", "mtp"), "slipstream.draft.feature_tree:FeatureTreeDrafter")
 """Kind -> its drafter of trees, which takes `shape` (a TreeShape) besides."""
 
 
@@ -62,16 +63,27 @@ class Head:
     tree: Any = None
 
 
+OWN = "mtp"
+"""Names the prediction head that lies in the target's own checkpoint."""
+
+
 def load_head(
-    source: str, target: Any, *, revision: str | None = None, load_format: str = "auto", seed: int = 0
+    source: str, target: Any, *, home: Path, revision: str | None = None, load_format: str = "auto", seed: int = 0
 ) -> Head | None:
-    """The head that `source` (as in `load_model`) holds, beside the target model; None when it is a language model."""
-    path = resolve_source(source, revision, draft=True)
+    """The head that `source` (as in `load_model`) holds, beside the target model; None when it is a language model.
+
+    home: where the target came from; source "mtp" means the head there.
+    """
+    path = home if source == OWN else resolve_source(source, revision, draft=True)
     if path.suffix == ".gguf":
+        if source == OWN:
+            raise UnsupportedError(
+                f"draft='mtp' reads the head from the model's safetensors; {path.name} is a GGUF file"
+            )
         return None
     folder = path if path.is_dir() else path.parent
     values = read_json(folder / "config.json" if path.is_dir() else path)
-    kind = kind_of(values, folder)
+    kind = OWN if source == OWN else kind_of(values, folder)
     if kind is None:
         return None
     cls = drafter_class(kind)
@@ -101,7 +113,12 @@ def kind_of(values: Mapping[str, Any], folder: Path) -> str | None:
         return "eagle3"
     if architecture and architecture in {p.name for p in entry_points(group=GROUP)}:
         return architecture
+    if "mtp" in plain or "nextn" in plain:
+        return "mtp"
     tensors = tensor_names(folder)
+    if any(n.startswith(("mtp.", "mtp_layers.")) or n.endswith(".eh_proj.weight") for n in tensors):
+        # Beside the layers of a language model it is that model's, which `OWN` asks for.
+        return None if any(".layers.0." in n and not n.startswith("mtp.") for n in tensors) else "mtp"
     if any(n.removeprefix("model.").startswith(("midlayer.", "layers.0.hidden_norm.")) for n in tensors):
         return "eagle3"
     if "fc.weight" in tensors and "layers.0.self_attn.q_proj.weight" in tensors:

@@ -33,7 +33,7 @@ class Decoder:
     """
 
     block: ClassVar[type[Block]]
-    unused: ClassVar[tuple[str, ...]] = ()
+    unused: ClassVar[tuple[str, ...]] = ("mtp.",)
     fusable: ClassVar[bool] = True
     """Whether `FusedDecoder` knows the block: pre-norm, SwiGLU, one rotary table."""
 

@@ -14,14 +14,16 @@ from slipstream.models.weights import DenseSource
 
 
 class DummyTensors(DenseSource):
-    """`WeightSource` of random tensors: uniform with standard deviation 1/sqrt(K), norm weights 0.9 to 1.1.
+    """`WeightSource` of random tensors: uniform with standard deviation 1/sqrt(K), norm weights 0.9 to 1.1 less offset.
 
     A value depends on (seed, tensor name, index) only, through integer arithmetic, so it is the same on
     every device and, up to rounding, in every dtype.
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, device: torch.device) -> None:
-        self._seed, self._device, self._shapes = seed, device, dict(shapes)
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], *, seed: int, device: torch.device, offset: float = 0.0
+    ) -> None:
+        self._seed, self._device, self._shapes, self._offset = seed, device, dict(shapes), offset
 
     def names(self) -> set[str]:
         return set(self._shapes)
@@ -34,8 +36,9 @@ class DummyTensors(DenseSource):
         row = math.prod(shape[1:])
         key = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         noise = uniform_noise(start * row, stop * row, int.from_bytes(key[:4], "little"), self._device)
-        if name.endswith("norm.weight"):
-            return noise.mul_(0.1).add_(1.0)
+        if "norm" in name.split(".")[-2:][0]:
+            whole = name.endswith("linear_attn.norm.weight")  # the one gain that is stored without an offset
+            return noise.mul_(0.1).add_(1.0).sub_(0.0 if whole else self._offset)
         fan_in = shape[-1] if len(shape) > 1 else 100
         return noise.view(shape).mul_(math.sqrt(3.0 / fan_in))
 
@@ -47,13 +50,10 @@ class DummyWeights(DummyTensors):
     """
 
     def __init__(self, config: ModelConfig, *, seed: int, device: torch.device) -> None:
-        super().__init__(_shapes(config), seed=seed, device=device)
-        self._offset = config.norm_offset
+        super().__init__(decoder_shapes(config), seed=seed, device=device, offset=config.norm_offset)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         value = super().read(name, start, stop)
-        if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
-            return value.sub_(self._offset)
         return value.mul_(1.5 / math.sqrt(3.0 / 100)).sub_(2.0) if name.endswith("A_log") else value
 
 
@@ -67,7 +67,7 @@ def uniform_noise(start: int, stop: int, key: int, device: torch.device) -> Tens
     return (h >> 8).float() * 2.0**-23 - 1.0  # the top 24 bits fit float32 exactly
 
 
-def _shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
+def decoder_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the supported architectures, from the config's flags."""
     h, f = c.hidden_size, c.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {

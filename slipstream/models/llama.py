@@ -17,7 +17,7 @@ class LlamaBlock:
     """x + attention(norm(x)), then x + mlp(norm(x)). Biases where the config has them."""
 
     def __init__(self, config: ModelConfig, weights: WeightBuilder, layer: int) -> None:
-        c, p = config, f"model.layers.{layer}."
+        c, p = config, f"{config.prefix}layers.{layer}."
         self.layer, self.heads, self.kv_heads, self.head_dim = layer, c.num_heads, c.num_kv_heads, c.head_dim
         self.input_norm = weights.norm(p + "input_layernorm.weight", c.hidden_size, c.rms_norm_eps)
         self.qkv = weights.linear(

@@ -138,7 +138,7 @@ def _load_folder(
         source = DummyWeights(config, seed=seed, device=device)
         notes.append(f"weights are random (load_format=dummy, seed {seed})")
     else:
-        fp8 = _fp8_block(config)
+        fp8 = fp8_block(config.quantization)
         if fp8 is not None:
             notes.append("FP8 weights are dequantised to bfloat16 at load")
         source = SafetensorsWeights(folder, fp8_block=fp8)
@@ -153,7 +153,10 @@ def _load_folder(
     model = cls(config, weights)
     unused = getattr(cls, "unused", ())
     weights.finish((*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED, unused)
-    aside = [part for part in unused if any(name.startswith(part) for name in source.names())]
+    there = [part for part in unused if any(name.startswith(part) for name in source.names())]
+    aside = [part for part in there if part != "mtp."]
+    if "mtp." in there:
+        notes.append('the checkpoint has a prediction head (mtp.*); draft="mtp" drafts with it')
     if aside:
         notes.append(f"tensors of other parts of the checkpoint are left aside: {', '.join(p + '*' for p in aside)}")
     has_tokenizer = (folder / _TOKENIZER_FILES[0]).is_file()
@@ -237,9 +240,8 @@ def _load_gguf(
     )
 
 
-def _fp8_block(config: ModelConfig) -> tuple[int, int] | None:
-    """Block of an FP8 checkpoint, None for an unquantised one; every other method is refused by name."""
-    q = config.quantization
+def fp8_block(q: Any) -> tuple[int, int] | None:
+    """Block of an FP8 checkpoint by its `quantization_config`, None without one; other methods are refused by name."""
     if not q:
         return None
     method = q.get("quant_method") if isinstance(q, Mapping) else None

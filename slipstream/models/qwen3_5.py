@@ -1,5 +1,5 @@
 """Qwen3.5, text: layers of gated delta nets with a gated full-attention layer after every few, (1 + w) norms and
-rotary positions on a part of each head. The encoders and the prediction layers of a checkpoint are left aside."""
+rotary positions on a part of each head. The encoders of a checkpoint are left aside."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,24 @@ from slipstream.errors import ConfigError
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.kit import VOCAB, perturb, tiny_model_dir
+from tests.support.mtp import add_mtp
 from tests.support.reference import DenseReference
 
 DRAFTS: dict[str, dict[str, Any]] = {
-    "ngram": {"min_n": 1, "gate": False}, "suffix": {"offset": 1.0}, "model": {}, "eagle3": {}, "dspark": {},
+    "ngram": {"min_n": 1, "gate": False}, "suffix": {"offset": 1.0}, "model": {}, "eagle3": {}, "mtp": {}, "dspark": {},
 }  # fmt: skip
+SAMPLING: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "seeded": {"temperature": 0.9, "seed": 5}}
+CELLS = [
+    *itertools.product([d for d in DRAFTS if d != "mtp"], (1, 2, 8), ("exact", "buckets", "padded"), SAMPLING),
+    # As EAGLE-3, but for what it reads of the target.
+    ("mtp", 2, "buckets", "seeded"), ("mtp", 8, "padded", "greedy"),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("adaptive")
-    target = tiny_model_dir(root / "target", seed=1)
+    target = add_mtp(tiny_model_dir(root / "target", seed=1))
     return {
         "target": target,
         "model": perturb(target, root / "draft", scale=0.02),
@@ -40,12 +48,9 @@ def build(dirs: dict[str, Path], draft: str, **options: Any) -> LLM:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("run_ahead", [1, 2, 8])
-@pytest.mark.parametrize("shapes", ["exact", "buckets", "padded"])
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(("draft", "run_ahead", "shapes", "sampling"), CELLS, ids=str)
 def test_tokens_do_not_depend_on_what_is_chosen(
-    dirs: dict[str, Path], draft: str, run_ahead: int, shapes: str, sampling: dict[str, Any],
+    dirs: dict[str, Path], draft: str, run_ahead: int, shapes: str, sampling: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The mode jumps at random, wilder than any measurement would make it."""
@@ -61,7 +66,9 @@ def test_tokens_do_not_depend_on_what_is_chosen(
         reference = DenseReference(llm._built.model)
         prompts = [[rng.randrange(VOCAB) for _ in range(3 + 5 * i)] * 2 for i in range(6)]
         params = [
-            SamplingParams(max_tokens=20 + 5 * i, ignore_eos=True, speculative=(None, 1)[i % 3 == 2], **sampling)
+            SamplingParams(
+                max_tokens=20 + 5 * i, ignore_eos=True, speculative=(None, 1)[i % 3 == 2], **SAMPLING[sampling]
+            )
             for i in range(6)
         ]
         outs = llm.generate(prompts, params)

@@ -14,6 +14,7 @@ from slipstream.engine.adaptive import Adaptive
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.kit import tiny_model_dir
+from tests.support.mtp import add_mtp
 
 PROMPTS = [[5, 6, 7, 8, 9], [9] * 20, [1, 2], [30, 31, 32]]
 
@@ -21,9 +22,10 @@ PROMPTS = [[5, 6, 7, 8, 9], [9] * 20, [1, 2], [30, 31, 32]]
 @pytest.fixture(scope="module")
 def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("catch_up")
-    target = tiny_model_dir(root / "target", seed=1)
+    target = add_mtp(tiny_model_dir(root / "target", seed=1))
     return {
-        "target": target, "itself": target, "eagle3": write_eagle3(root / "eagle3", target, draft_vocab=24),
+        "target": target, "itself": target, "mtp": Path("mtp"),
+        "eagle3": write_eagle3(root / "eagle3", target, draft_vocab=24),
         "dflash": write_block_draft(root / "dflash", target, "dflash"),
         "dspark": write_block_draft(root / "dspark", target, "dspark", head="gated"),
     }  # fmt: skip
@@ -65,7 +67,7 @@ def test_the_target_as_its_own_draft_stays_right(
         llm.check_idle()
 
 
-@pytest.mark.parametrize("draft", ["itself", "eagle3", "dflash", "dspark"])
+@pytest.mark.parametrize("draft", ["itself", "eagle3", "dflash", "dspark", "mtp"])
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "seeded"])
 def test_the_cache_is_that_of_a_drafter_that_never_paused(
     dirs: dict[str, Path], draft: str, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -78,9 +80,9 @@ def test_the_cache_is_that_of_a_drafter_that_never_paused(
             llm.generate([PROMPTS[0]], SamplingParams(max_tokens=100, ignore_eos=True, **sampling))
             frame = llm._built.device.frame
             assert frame.drafter is not None and frame.catch_up is not None
-            assert len(frame.catch_up.rings) == len(frame.drafter.taps)
+            assert len(frame.catch_up.rings) == len(frame.drafter.taps) + frame.drafter.reads_hidden
             table = frame.state.table_SP[1]
-            positions = torch.arange(1, 95)  # an EAGLE head keeps nothing at position 0
+            positions = torch.arange(1, 95)  # a head that pairs features keeps nothing at position 0
             cells = table[positions // 8] * 8 + positions % 8
             assert bool((cells >= 8).all())
             caches.append([part[cells].clone() for layer in frame.drafter.kv.flat for part in layer])  # type: ignore[attr-defined]

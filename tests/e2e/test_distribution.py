@@ -24,6 +24,7 @@ from slipstream.draft.standalone import StandaloneDrafter
 from slipstream.sampling.processors import process_logits
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
+from tests.support.mtp import write_mtp
 from tests.support.tiny import write_tiny_checkpoint
 
 VOCAB, TOKENS = 4, 6
@@ -42,6 +43,7 @@ def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "draft": write_tiny_checkpoint(root / "d", seed=11, **small),
         "eagle3": write_eagle3(root / "e", root / "t", eagle_aux_hidden_state_layer_ids=[0]),
         "eagle3-part": write_eagle3(root / "f", root / "t", draft_vocab=3, eagle_aux_hidden_state_layer_ids=[0]),
+        "mtp": write_mtp(root / "m", root / "t", seed=5),
         "dflash": write_block_draft(root / "b", root / "t", "dflash", block_size=4, seed=2),
         "dspark": write_block_draft(root / "s", root / "t", "dspark", block_size=3, seed=3, head="rnn"),
     }
@@ -127,6 +129,8 @@ def build(dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str = "
         ("eagle3", 2, "chain", {"top_p": 0.9}),
         ("eagle3-part", 1, "chain", {}),
         ("eagle3", 1, "block", {}),
+        ("mtp", 2, "chain", {"top_k": 3}),
+        pytest.param("mtp", 1, "block", {}, marks=pytest.mark.slow),  # what differs from EAGLE-3 is no law
         ("eagle3:tree", 2, "chain", {"top_p": 0.9}),
         ("eagle3:bush", 1, "chain", {}),
         ("eagle3-part:tree", 1, "chain", {}),

@@ -110,7 +110,7 @@ def test_nothing_is_read_from_the_sink(
     run_cell(cell, dirs, reference, dtype="float64", prepare=poison)
 
 
-@pytest.mark.parametrize("drafter", ["oracle-tree", "eagle3-tree"])
+@pytest.mark.parametrize("drafter", ["oracle-tree", "eagle3-tree", "mtp-tree"])
 @pytest.mark.parametrize("sampling", ["greedy", "mixed"])
 def test_the_frame_as_it_runs_on_a_gpu(
     dirs: dict[str, Path], reference: DenseReference, drafter: str, sampling: str
@@ -151,7 +151,7 @@ def test_a_mean_of_accepted_drafts_can_be_asked_for(dirs: dict[str, Path]) -> No
         ({"draft_tree": TREE, "num_drafts": 3}, "num_drafts=3 and draft_tree"),
         ({"draft_tree": TREE, "verifier": "block"}, "judges chains only"),
         ({"draft_tree": TREE, "draft": None}, "needs a draft"),
-        ({"draft_tree": TREE, "draft": "ngram"}, "needs an EAGLE-3 head; draft='ngram'"),
+        ({"draft_tree": TREE, "draft": "ngram"}, "needs an EAGLE-3 or MTP head; draft='ngram'"),
         ({"draft_tree": TREE, "synthetic_acceptance": 4.5}, "must be from 1 to 4"),
     ],
     ids=str,
@@ -163,5 +163,5 @@ def test_options_that_cannot_be(dirs: dict[str, Path], options: dict[str, Any], 
 
 @pytest.mark.parametrize("draft", ["draft-good", "dflash"])
 def test_drafters_without_trees(dirs: dict[str, Path], draft: str) -> None:
-    with pytest.raises(ConfigError, match="needs an EAGLE-3 head"):
+    with pytest.raises(ConfigError, match="needs an EAGLE-3 or MTP head"):
         LLM(model=str(dirs["target"]), draft=str(dirs[draft]), draft_tree=TREE, device="cpu")

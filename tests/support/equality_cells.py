@@ -11,13 +11,14 @@ from slipstream import LLM, SamplingParams
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.kit import VOCAB, perturb, tiny_model_dir
+from tests.support.mtp import add_mtp
 from tests.support.reference import planted_oracle
 from tests.support.tree_oracle import oracle_tree
 
 FACTORS: dict[str, Sequence[Any]] = {
     "drafter": (
         *("none", "ngram", "suffix", "oracle", "draft-good", "draft-bad", "eagle3", "dflash", "dspark"),
-        *("oracle-tree", "eagle3-tree"),
+        *("mtp", "oracle-tree", "eagle3-tree"),
     ),
     "sampling": ("greedy", "seeded", "mixed"),
     "batch": (1, 4, 16),
@@ -37,13 +38,15 @@ class Reference(Protocol):
 
 
 def model_dirs(root: Path, **changes: Any) -> dict[str, Path]:
-    """A target, a draft that is often right, one that hardly ever is, a random EAGLE-3 head, random block drafts."""
-    target = tiny_model_dir(root / "target", seed=1, **changes)
+    """A target, a draft that is often right, one that hardly ever is, a random EAGLE-3 head, an MTP head that
+    the target's checkpoint holds, random block drafts."""
+    target = add_mtp(tiny_model_dir(root / "target", seed=1, **changes))
     return {
         "target": target,
         "draft-good": perturb(target, root / "good", scale=0.02),
         "draft-bad": tiny_model_dir(root / "bad", seed=9, layers=1, **changes),
         "eagle3": write_eagle3(root / "eagle3", target, draft_vocab=24),
+        "mtp": Path("mtp"),
         "dflash": write_block_draft(root / "dflash", target, "dflash"),
         "dspark": write_block_draft(root / "dspark", target, "dspark", head="gated"),
     }

@@ -13,6 +13,7 @@ TWO_LAYERS_TWO_FRAMES = {
     "greedy": "stream_rope", "suffix": "stream_rope", "sampled": "stream_rope", "dspark": "stream_rope",
     "library": "rope_kv_write", "model": "prefill_attention", "eagle3": "stream_rope", "eagle3-sampled": "stream_rope",
     "tree": "stream_rope", "tree-sampled": "stream_rope", "eagle3-off": "stream_rope",
+    "mtp": "paged_attention", "mtp-sampled": "paged_attention", "mtp-off": "paged_attention",
 }  # fmt: skip
 
 
@@ -24,8 +25,10 @@ def test_the_frame_is_clean(kind: str) -> None:
     # Each frame has a decode pass and a prefill pass; in the plain pass target and draft model read the prompt.
     # The head of one layer takes three passes after the decode pass, and three after the prefill pass: three drafts, or
     # three levels of a tree.
-    heads = ("eagle3", "eagle3-sampled", "tree", "tree-sampled")
-    times = {"library": 8, "model": 8, "eagle3-off": 4 + 6, **dict.fromkeys(heads, 4 + 12)}.get(kind, 4)
+    heads = ("eagle3", "eagle3-sampled", "mtp", "mtp-sampled", "tree", "tree-sampled")
+    times = {"library": 8, "model": 8, "eagle3-off": 4 + 6, "mtp-off": 4 + 6, **dict.fromkeys(heads, 4 + 12)}.get(
+        kind, 4
+    )
     assert proof.kernels[f"slipstream::{TWO_LAYERS_TWO_FRAMES[kind]}"] == times
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
     if kind.startswith("tree"):  # decode rounds judge trees, sampled ones in tensor operations; a prompt's end has none
@@ -33,7 +36,7 @@ def test_the_frame_is_clean(kind: str) -> None:
         closing = [0, 2, 0] if kind.endswith("sampled") else [2, 0, 2]
         assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops] == [2, 2, 2, *closing]
         return
-    sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled")
+    sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled", "mtp-sampled")
     ops = ("race_rows", "close_sampled", "close_greedy")
     assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops] == ([4, 4, 0] if sampled else [0, 0, 4])
     # Drafters choose three tokens after each of them.

@@ -1,0 +1,208 @@
+"""An MTP head against a float64 reading of its formula, alone and inside the engine; layouts; bad checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream import LLM, SamplingParams
+from slipstream.attention.dense import DenseCausal
+from slipstream.draft.detect import kind_of
+from slipstream.draft.mtp_model import load_mtp
+from slipstream.errors import ConfigError, ModelLoadError, SlipstreamError, UnsupportedError
+from slipstream.models.config import read_json
+from slipstream.models.loader import load_model
+from tests.support.kit import tiny_model_dir
+from tests.support.mtp import MTPFormula, add_mtp, mtp_tensors, write_mtp
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose checkpoint holds a head; grouped heads, with and without norms on them."""
+    return add_mtp(tiny_model_dir(tmp_path_factory.mktemp("mtp") / "target", seed=1, arch=request.param), seed=3)
+
+
+def formula_of(folder: Path) -> tuple[MTPFormula, Any]:
+    loaded = load_model(folder, dtype="float64")
+    tensors = load_file(folder / "model.safetensors")
+    head = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    formula = MTPFormula(head, loaded.config, tensors["model.embed_tokens.weight"], tensors["lm_head.weight"])
+    return formula, loaded.model
+
+
+def test_hidden_states_and_tokens_are_the_formulas(target: Path) -> None:
+    formula, model = formula_of(target)
+    head = load_mtp(target, read_json(target / "config.json"), model)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        at, token = torch.arange(11), torch.randint(0, 96, (11,))
+        h = torch.randn(11, 32, dtype=torch.float64)
+        state, normed = head.forward(token, head.fuse([h]), at, head.rotary(32), DenseCausal(at))
+        want = formula.hidden(token, h)
+        torch.testing.assert_close(state, want, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(head.logits(normed), want @ formula.head_VH.T, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("page_size", "chunk", "run_ahead"), [(1, 3, 2), (16, 256, 1)])
+def test_the_engine_drafts_what_the_formula_drafts(target: Path, page_size: int, chunk: int, run_ahead: int) -> None:
+    """Every third round: the tokens, and the hidden state behind the first of them."""
+    formula, model = formula_of(target)
+    prompts = [[5, 6, 7, 8, 9], [9] * 20, [11], [30, 31, 32]]
+    with LLM(
+        str(target), dtype="float64", draft="mtp", num_drafts=3, page_size=page_size, prefill_chunk=chunk,
+        run_ahead=run_ahead, max_slots=4, max_model_len=64,
+    ) as llm:  # fmt: skip
+        drafter = llm._built.device.frame.drafter
+        seen: list[tuple[list[int], list[int], Tensor]] = []
+        real = drafter.propose
+
+        def spy(first: Any, view: Any) -> Any:
+            out = real(first, view)
+            for i, slot in enumerate(view.slot_B.tolist()):
+                if slot:
+                    tokens = view.history_SL[slot, : int(view.committed_S[slot]) + 1].tolist()
+                    seen.append((tokens, out.token_BK[i].tolist(), first.state_BH[i].clone()))
+            return out
+
+        drafter.propose = spy
+        outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        llm.check_idle()
+        assert llm.resolved["draft"] == "MTPDrafter"
+    assert len(seen) >= sum(o.spec.rounds for o in outs) > 30
+    with torch.inference_mode():
+        for tokens, drafts, state in seen[::3]:
+            pos = torch.arange(len(tokens) - 1)
+            h, _ = model.forward(torch.tensor(tokens[:-1]), pos, DenseCausal(pos))
+            want, states = formula.drafts(tokens, h, 3)
+            assert drafts == want
+            torch.testing.assert_close(state, states[0], atol=1e-8, rtol=1e-8)
+
+
+def test_own_folders_and_their_layouts_are_the_same_head(tmp_path: Path, target: Path) -> None:
+    tensors = {n: t for n, t in load_file(target / "model.safetensors").items() if n.startswith("mtp.")}
+    plain = write_mtp(tmp_path / "plain", target, tensors)
+    tables = {"lm_head.weight": torch.zeros(96, 32), "model.embed_tokens.weight": torch.zeros(96, 32)}
+    repeats = write_mtp(tmp_path / "repeats", target, {**tensors, **tables})
+    theirs = write_mtp(tmp_path / "theirs", target, tensors, speculators=True)
+    old = write_mtp(tmp_path / "old", target, tensors)
+    torch.save(load_file(old / "model.safetensors"), old / "pytorch_model.bin")
+    (old / "model.safetensors").unlink()
+    (old / "config.json").write_text(json.dumps({**read_json(old / "config.json"), "architectures": ["Qwen3NextMTP"]}))
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    results = set()
+    for draft in ("mtp", *map(str, (plain, repeats, theirs, old))):
+        with LLM(str(target), dtype="float64", draft=draft, num_drafts=2, max_model_len=64) as llm:
+            assert llm.resolved["draft"] == "MTPDrafter"
+            out = llm.generate([[5, 6, 7]], params)[0]
+        results.add((tuple(out.outputs[0].token_ids), out.spec.rounds, out.spec.accepted))
+    assert len(results) == 1
+
+
+def test_a_table_of_its_own_and_random_weights(tmp_path: Path) -> None:
+    target = tiny_model_dir(tmp_path / "t", arch="qwen3", mtp_use_dedicated_embeddings=True)
+    add_mtp(target)
+    model = load_model(target, dtype="float64").model
+    values = read_json(target / "config.json")
+    head = load_mtp(target, values, model)
+    own = load_file(target / "model.safetensors")["mtp.embed_tokens.weight"].double()
+    assert torch.equal(head.embed(torch.arange(96)), own) and head.head is model.head
+    assert load_mtp(target, {**values, "mtp_use_dedicated_embeddings": False}, model, seed=0).embed is model.embed
+    with LLM(str(target / "config.json"), draft="mtp", load_format="dummy", max_model_len=64) as llm:
+        out = llm.generate([[5, 6, 7]], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0]
+        assert out.spec.drafted > 0 and len(out.outputs[0].token_ids) == 12
+
+
+def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
+    return lambda t: t.pop(name)
+
+
+@pytest.mark.parametrize("own_folder", [False, True])
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (drop("mtp.fc.weight"), ModelLoadError, "lacks the tensor 'mtp.fc.weight'"),
+        (drop("mtp.norm.weight"), ModelLoadError, "lacks the tensor 'mtp.norm.weight'"),
+        (drop("mtp.layers.0.mlp.up_proj.weight"), ModelLoadError, "lacks the tensor 'mtp.layers.0.mlp.up_proj.weight'"),
+        (lambda t: t.update({"mtp.extra": torch.zeros(1)}), ModelLoadError, "that the model does not: mtp.extra"),
+        (
+            lambda t: t.update({"mtp.fc.weight": torch.zeros(32, 32)}), ModelLoadError,
+            r"'mtp.fc.weight' has shape \[32, 32\]; the config needs \[32, 64\]",
+        ),
+        (
+            lambda t: t.update({"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(1)}), UnsupportedError,
+            "mixture of experts",
+        ),
+        (lambda t: t.update({"mtp.0.e_proj.weight": torch.zeros(1)}), UnsupportedError, "DeepSeek-V4"),
+    ],
+)  # fmt: skip
+def test_damaged_checkpoints_are_named(
+    tmp_path: Path, change: Any, error: type[Exception], message: str, own_folder: bool
+) -> None:
+    target = tiny_model_dir(tmp_path / "t", arch="qwen3")
+    tensors = mtp_tensors(target)
+    change(tensors)
+    draft = str(write_mtp(tmp_path / "d", target, tensors)) if own_folder else "mtp"
+    if not own_folder:
+        add_mtp(target, tensors)
+    with pytest.raises(error, match=message):
+        LLM(str(target), draft=draft, max_model_len=64)
+    with LLM(str(target), max_model_len=64) as llm:  # the model itself is whole
+        assert llm.generate([[1, 2]], SamplingParams(max_tokens=2, ignore_eos=True))[0].finished
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"vocab_size": 95}, ConfigError, "vocab_size=95; the model has 96"),
+        ({"hidden_size": 40}, ConfigError, "hidden_size=40; the model has 32"),
+        ({"mtp_num_hidden_layers": 2}, UnsupportedError, "mtp_num_hidden_layers=2: MTP heads of one layer"),
+        ({"mtp_num_hidden_layers": 0}, ConfigError, "mtp_num_hidden_layers=0: this model comes without"),
+        ({"mtp_num_hidden_layers": "one"}, ModelLoadError, "mtp_num_hidden_layers='one' must be a whole number"),
+        ({"num_nextn_predict_layers": 3}, UnsupportedError, "num_nextn_predict_layers=3"),
+        ({"mtp_use_dedicated_embeddings": 1}, ModelLoadError, "mtp_use_dedicated_embeddings=1 must be true or false"),
+        ({"mtp_use_dedicated_embeddings": True}, ModelLoadError, "lacks the tensor 'mtp.embed_tokens.weight'"),
+        ({"num_attention_heads": 2}, ModelLoadError, r"q_proj.weight' has shape \[48, 32\]"),
+        ({"num_attention_heads": "4"}, ModelLoadError, "num_heads='4' must be a whole number"),
+        ({"intermediate_size": 48}, ModelLoadError, r"gate_proj.weight' has shape \[64, 32\]"),
+    ],
+    ids=str,
+)
+def test_a_head_for_another_model_is_refused(
+    tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    target = tiny_model_dir(tmp_path / "t", arch="qwen3")
+    folder = write_mtp(tmp_path / "d", target)
+    (folder / "config.json").write_text(json.dumps({**read_json(folder / "config.json"), **changes}))
+    with pytest.raises(error, match=message):
+        LLM(str(target), draft=str(folder), max_model_len=64)
+
+
+def test_models_without_a_head(tmp_path: Path) -> None:
+    target = tiny_model_dir(tmp_path / "t", arch="qwen3")
+    with pytest.raises(ModelLoadError, match=r"holds no MTP head: it has no tensors mtp\.\*"):
+        LLM(str(target), draft="mtp", max_model_len=64)
+    with pytest.raises(UnsupportedError, match=r"draft='mtp' .* is a GGUF file"):
+        LLM(draft="mtp", max_model_len=64, device="cpu")
+    folder = tmp_path / "v3"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": ["DeepseekV3ForCausalLMNextN"]}))
+    save_file({"model.layers.0.eh_proj.weight": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(UnsupportedError, match=r"layout of DeepSeek-V3 \(model.layers.0.eh_proj.weight\)"):
+        LLM(str(target), draft=str(folder), max_model_len=64)
+
+
+def test_a_whole_model_with_a_head_is_a_draft_model(tmp_path: Path) -> None:
+    """Its head is meant by "mtp" only; as the path of a draft it is a language model."""
+    target = add_mtp(tiny_model_dir(tmp_path / "t", arch="qwen3", seed=1))
+    assert kind_of(read_json(target / "config.json"), target) is None
+    with LLM(str(target), draft=str(target), max_model_len=64) as llm:
+        assert llm.resolved["draft"] == "StandaloneDrafter"
+        with pytest.raises(SlipstreamError, match="takes no option"):
+            LLM(str(target), draft="mtp", draft_options={"min_n": 1}, max_model_len=64)

@@ -74,8 +74,10 @@ class MTPFormula:
         self.c, self.embed_VH, self.head_VH = c, embed_VH.double(), head_VH.double()
 
     def rms(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + self.c.rms_norm_eps).sqrt() * (
-            self.c.norm_offset + self.t[name + ".weight"]
+        return (
+            x
+            / (x.pow(2).mean(-1, keepdim=True) + self.c.rms_norm_eps).sqrt()
+            * (self.c.norm_offset + self.t[name + ".weight"])
         )
 
     def turn(self, x: Tensor) -> Tensor:

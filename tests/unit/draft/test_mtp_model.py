@@ -50,6 +50,34 @@ def test_hidden_states_and_tokens_are_the_formulas(target: Path) -> None:
         torch.testing.assert_close(head.logits(normed), want @ formula.head_VH.T, atol=1e-9, rtol=1e-9)
 
 
+def test_the_head_of_a_released_layout(golden_dir: Path) -> None:
+    """Qwen3.5: gated attention, (1 + w) norms, rotary positions on a part of each head, an encoder beside the model."""
+    folder = golden_dir / "target_qwen3_5"
+    expected = load_file(folder / "expected.safetensors")
+    loaded, tensors = load_model(folder, dtype="float64"), load_file(folder / "model.safetensors")
+    assert any("mtp" in note for note in loaded.notes)
+    head = load_mtp(folder, read_json(folder / "config.json"), loaded.model)
+    own = {name: tensor for name, tensor in tensors.items() if name.startswith("mtp.")}
+    formula = MTPFormula(own, loaded.config, tensors["model.language_model.embed_tokens.weight"],
+                         tensors["lm_head.weight"])  # fmt: skip
+    tokens = torch.cat([expected["prompt_ids"], expected["greedy_ids"]])
+    at = torch.arange(len(tokens))
+    with torch.inference_mode():
+        h, _ = loaded.model.forward(tokens, at, DenseCausal(at))
+        # What the head reads is the reference's last hidden state, which is after the final norm.
+        torch.testing.assert_close(h, expected["hidden_states"][-1].double(), atol=2e-4, rtol=2e-4)
+        rotary, known, drafts = head.rotary(64), 40, list[int]()
+        rows, x = tokens[1:known].tolist(), h[: known - 1]
+        for _ in range(3):
+            at = torch.arange(len(rows))
+            state, normed = head.forward(torch.tensor(rows), x, at, rotary, DenseCausal(at))
+            drafts.append(int(head.logits(normed[-1:]).argmax()))
+            rows, x = [*rows, drafts[-1]], torch.cat([x, state[-1:]])
+        want, states = formula.drafts(tokens[:known].tolist(), h[: known - 1], 3)
+    assert drafts == want
+    torch.testing.assert_close(x[known - 1 :], states, atol=1e-8, rtol=1e-8)
+
+
 @pytest.mark.parametrize(("page_size", "chunk", "run_ahead"), [(1, 3, 2), (16, 256, 1)])
 def test_the_engine_drafts_what_the_formula_drafts(target: Path, page_size: int, chunk: int, run_ahead: int) -> None:
     """Every third round: the tokens, and the hidden state behind the first of them."""

@@ -42,7 +42,7 @@ def parser() -> Parser:
         "--watchdog-seconds", type=float, default=60.0, metavar="S", help="/health says 503 without progress for this"
     )
     group.add_argument(
-        "--admin-port", type=int, metavar="P", help="move /metrics, /stats and /server_info to this port of 127.0.0.1"
+        "--admin-port", type=int, metavar="P", help="move /metrics, /server_info and the page to this port of 127.0.0.1"
     )
     group.add_argument(
         "--log-format", choices=("auto", "text", "json"), default="auto",

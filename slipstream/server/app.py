@@ -25,6 +25,7 @@ from slipstream.errors import (
 from slipstream.server.engine_client import AnswerFailedError, EngineClient, QueueFullError
 from slipstream.server.guard import BodyTooLargeError, BodyTooSlowError, Guard
 from slipstream.server.openapi import describe, gets, posts
+from slipstream.server.page import FILES, page
 from slipstream.server.protocol import (
     ChatBody,
     CompletionBody,
@@ -81,7 +82,7 @@ class Server:
             "created": int(time.time()),
             "model": self.name,
         }
-        shape = Shape(chat=chat, head=head, token_ids=body.return_token_ids)
+        shape = Shape(chat=chat, head=head, token_ids=body.return_token_ids, tokenizer=self.engine.tokenizer)
         flight = self.engine.submit(prepared, request.state.request_id)
         request.state.summary = flight.summary
         if body.stream:
@@ -189,7 +190,7 @@ class Server:
 
 
 def build_app(server: Server, keys: Sequence[str], *, admin: bool = True) -> Any:
-    """The ASGI application. admin: with what an operator sees, /metrics, /stats and /server_info."""
+    """The ASGI application. admin: with what an operator sees, /metrics, /stats, /server_info and the page."""
     app = FastAPI(title="Slipstream", version=__version__, docs_url=None, redoc_url=None)
     for path, route, body in (
         ("/v1/completions", server.completions, CompletionBody),
@@ -203,6 +204,9 @@ def build_app(server: Server, keys: Sequence[str], *, admin: bool = True) -> Any
         routes += [("/metrics", server.metrics), ("/stats", server.stats), ("/server_info", server.server_info)]
     for path, route in routes:
         app.add_api_route(path, route, methods=["GET"], response_model=None, openapi_extra=gets(path))
+    if admin:
+        for path in FILES:
+            app.add_api_route(path, page, methods=["GET"], response_model=None, include_in_schema=False)
     describe(app)
     app.add_exception_handler(SlipstreamError, _slipstream_error)
     app.add_exception_handler(HTTPException, _http_error)

@@ -27,7 +27,7 @@ _ERRORS = {
     413: "The body is too large.", 429: "The queue is full; retry-after says when to try again.",
     500: "A fault of the server.", 503: "Shutting down, or the engine is gone.",
 }  # fmt: skip
-_TYPES = {"/metrics": "text/plain", "/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
+_TYPES = {"/metrics": "text/plain"}
 
 
 def posts(body: type[msgspec.Struct]) -> dict[str, Any]:

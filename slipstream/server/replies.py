@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.outputs import RequestOutput, StreamChunk
+from slipstream.text import Tokenizer
+from slipstream.text.detokenizer import IncrementalDetokenizer
 from slipstream.types import Round, SpecStats
 
 MAX_ERROR_CHARS = 500
@@ -43,13 +45,19 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
 
 
 class Shape:
-    """How one route writes its choices. chat: messages and deltas, else text."""
+    """How one route writes its choices. chat: messages and deltas, else text.
 
-    def __init__(self, *, chat: bool, head: dict[str, Any], token_ids: bool) -> None:
+    token_ids: with the ids; chunks then have the text that each token adds (no stop string holds it back), and how many
+    of their first tokens came from accepted drafts.
+    """
+
+    def __init__(self, *, chat: bool, head: dict[str, Any], token_ids: bool, tokenizer: Tokenizer) -> None:
         self.chat = chat
         self._head = {**head, "object": "chat.completion" if chat else "text_completion"}
         self._chunk_head = {**head, "object": "chat.completion.chunk" if chat else "text_completion"}
         self._token_ids = token_ids
+        self._tokenizer = tokenizer
+        self._texts: dict[int, IncrementalDetokenizer] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
@@ -81,7 +89,16 @@ class Shape:
             choice["text"] = chunk.text
         if self._token_ids:
             choice["token_ids"] = chunk.token_ids
+            choice["token_texts"] = self._token_texts(index, chunk.token_ids)
+            choice["accepted_tokens"] = chunk.accepted
         return self._one(choice)
+
+    def _token_texts(self, index: int, token_ids: Sequence[int]) -> list[str]:
+        if not self._tokenizer.present:
+            return [""] * len(token_ids)
+        if index not in self._texts:
+            self._texts[index] = IncrementalDetokenizer(self._tokenizer, continues=True)
+        return [self._texts[index].push((token_id,)) for token_id in token_ids]
 
     def last(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The chunk of stream_options.include_usage."""

@@ -31,8 +31,8 @@ class ServeConfig:
     """How to serve. port 0: the system chooses. max_queue: answers that may wait beyond those that run.
 
     drain_seconds: how long SIGTERM waits for answers in flight. watchdog_seconds: without a collected launch for this
-    long while requests are there, /health says 503 and the stacks are logged. admin_port: /metrics, /stats and
-    /server_info move there, to 127.0.0.1; 0: the system chooses. log_format: one of `logs.FORMATS`.
+    long while requests are there, /health says 503 and the stacks are logged. admin_port: /metrics, /stats,
+    /server_info and the page move there, to 127.0.0.1; 0: the system chooses. log_format: one of `logs.FORMATS`.
     """
 
     host: str = "127.0.0.1"

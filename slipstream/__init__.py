@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from slipstream.errors import SlipstreamError
     from slipstream.llm import LLM
     from slipstream.outputs import RequestOutput
+    from slipstream.structured import StructuredOutputsParams
     from slipstream.types import SamplingParams
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "SlipstreamError", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "SlipstreamError", "StructuredOutputsParams", "__version__"]
 
 _HOMES = {
     "LLM": "slipstream.llm",
     "RequestOutput": "slipstream.outputs",
     "SamplingParams": "slipstream.types",
     "SlipstreamError": "slipstream.errors",
+    "StructuredOutputsParams": "slipstream.structured",
 }
 
 

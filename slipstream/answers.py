@@ -14,6 +14,7 @@ from slipstream.errors import InvalidRequestError
 from slipstream.logprobs import TokenLogprob
 from slipstream.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, StreamChunk
 from slipstream.text import TextStream, Tokenizer
+from slipstream.text.grammar import Grammars
 from slipstream.types import Request, SamplingParams, TokenEvent
 
 Prompt = str | Sequence[int]
@@ -84,9 +85,17 @@ def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
 
 
 def prepare(
-    prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer, limits: Limits, service: Service = USUAL
+    prompt: Prompt,
+    params: SamplingParams,
+    tokenizer: Tokenizer,
+    limits: Limits,
+    grammars: Grammars,
+    service: Service = USUAL,
 ) -> Prepared:
-    """Text to ids, and every check that can refuse the request. Raises InvalidRequestError with value and limit."""
+    """Text to ids, and every check that can refuse the request. Raises InvalidRequestError with value and limit.
+
+    A grammar is compiled for the check, which blocks for as long.
+    """
     text = prompt if isinstance(prompt, str) else None
     ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     vocab, context = limits.vocab_size, limits.max_model_len
@@ -119,6 +128,8 @@ def prepare(
         raise InvalidRequestError(f"speculative={drafts}, but {why}; the limit is {engine}")
     if params.stop and not tokenizer.present:
         raise InvalidRequestError(f"stop={list(params.stop)!r} needs a tokenizer, and this model has none")
+    if params.structured_outputs is not None:
+        grammars.check(params.structured_outputs)
     return Prepared(text, ids, params, service)
 
 

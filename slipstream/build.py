@@ -26,6 +26,7 @@ from slipstream.memory.kv import KVPages
 from slipstream.memory.states import StatePool, StateShape
 from slipstream.models.loader import LoadedModel, load_model
 from slipstream.text import Tokenizer
+from slipstream.text.grammar import Grammars
 
 if TYPE_CHECKING:
     from slipstream.kernels.workspace import Workspace
@@ -44,6 +45,7 @@ class Built:
     tokenizer_source: Path | None
     generation_config: dict[str, Any]
     limits: Limits
+    grammars: Grammars
     engine_config: EngineConfig
     device: Device
     resolved: dict[str, Any]
@@ -147,12 +149,14 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         "capture": None if report is None else asdict(report),
         **{f: getattr(engine, f) for f in engine.__dataclass_fields__},
     }
+    eos_ids = _eos_ids(loaded, tokenizer)
     return Built(
         model=model, tokenizer=tokenizer, tokenizer_source=source, generation_config=loaded.generation_config,
         limits=Limits(
             vocab_size=model.config.vocab_size, max_model_len=engine.max_model_len, max_stop_ids=engine.max_stop_ids,
-            num_drafts=engine.num_drafts, eos_ids=_eos_ids(loaded, tokenizer),
+            num_drafts=engine.num_drafts, eos_ids=eos_ids,
         ),
+        grammars=Grammars(tokenizer, vocab_size=model.config.vocab_size, eos_ids=eos_ids),
         engine_config=engine,
         device=Device(frame, run_ahead=engine.run_ahead, graphs=graphs),
         resolved=resolved, notes=[*loaded.notes, *_capture_note(report)],

@@ -63,7 +63,7 @@ class LLM:
         self.resolved: dict[str, Any] = built.resolved
         self.notes: list[str] = built.notes
         self._built = built
-        self._engine = EngineCore(built.engine_config, built.device)
+        self._engine = EngineCore(built.engine_config, built.device, built.grammars)
         self._live: dict[str, _Live] = {}
         self._ids = itertools.count()
         self._turn = threading.RLock()  # whoever holds it may touch the engine and `_live`
@@ -197,7 +197,7 @@ class LLM:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, service: Service = USUAL) -> Prepared:
         """Text to ids, and every check that can refuse the request."""
-        return prepare(prompt, params, self.tokenizer, self._built.limits, service)
+        return prepare(prompt, params, self.tokenizer, self._built.limits, self._built.grammars, service)
 
     def _submit(
         self,

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from slipstream.errors import InvalidRequestError, UnsupportedError
 from slipstream.logprobs import MAX_LOGPROBS, FrameLogprobs, TokenLogprob
+from slipstream.structured import StructuredOutputsParams
 
 MAX_STOP_IDS = 16
 """Stop token ids of a request, end-of-sequence ids included. A model that has more than half of these of its own gets
@@ -39,8 +40,6 @@ MAX_LOGIT_BIAS = 300
 _NOT_BUILT: dict[str, Any] = {
     "bad_words": None,
     "logits_processors": None,
-    "guided_decoding": None,
-    "structured_outputs": None,
     "best_of": None,
     "use_beam_search": False,
 }
@@ -61,6 +60,9 @@ class SamplingParams:
     the prefix cache.
     speculative: most drafts per round for this request, "off" (or 0) for none; None: as many as the engine makes. It
     decides speed only.
+    structured_outputs: what the answer's text must look like, a StructuredOutputsParams or a mapping of its fields;
+    guided_decoding is its older name. Tokens that a grammar forbids are masked before the temperature; where it allows
+    nothing but the end, that wins over min_tokens.
 
     Raises InvalidRequestError for values outside the limits, UnsupportedError for fields not built yet.
     """
@@ -79,6 +81,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     speculative: int | str | None = None
+    structured_outputs: StructuredOutputsParams | None = None
+    guided_decoding: StructuredOutputsParams | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -88,8 +92,6 @@ class SamplingParams:
     # Known from other engines, refused by name until they are built.
     bad_words: Any = None
     logits_processors: Any = None
-    guided_decoding: Any = None
-    structured_outputs: Any = None
     best_of: Any = None
     use_beam_search: bool = False
 
@@ -97,6 +99,13 @@ class SamplingParams:
         for name, off in _NOT_BUILT.items():
             if getattr(self, name) != off:
                 raise UnsupportedError(f"{name}={getattr(self, name)!r} is not supported yet; leave it at {off!r}")
+        if self.guided_decoding is not None:
+            if self.structured_outputs is not None:
+                raise InvalidRequestError("structured_outputs and guided_decoding are one thing; leave one out")
+            object.__setattr__(self, "structured_outputs", self.guided_decoding)
+            object.__setattr__(self, "guided_decoding", None)
+        if self.structured_outputs is not None:
+            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
         _whole("n", self.n, 1, 128)
         _real("temperature", self.temperature, 0.0, 100.0)
         _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -279,6 +288,17 @@ class PrefillSpan:
     last: bool
 
 
+MaskRows = npt.NDArray[np.int32]
+"""Masks over the vocabulary, one per row: bit t % 32 of word t // 32 says that token t may come next."""
+
+
+class Masks(NamedTuple):
+    """Bulk: what `slot` may emit in this launch, [n, words]: after its last token, then after each of its drafts."""
+
+    slot: int
+    rows: MaskRows
+
+
 class FramePlan(NamedTuple):
     """What the host asks of one launch: control rows, then one decode frame, then one prefill chunk.
 
@@ -323,11 +343,13 @@ class FramePlan(NamedTuple):
     biases: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
+    masks: tuple[Masks, ...] = ()
+    masked: bool = False
 
     @property
     def adjusted(self) -> bool:
         """Whether logits are changed between the target and the temperature, in greedy rows too."""
-        return self.penalties or self.biases
+        return self.penalties or self.biases or self.masked
 
     @property
     def stages(self) -> Stages:
@@ -365,7 +387,8 @@ class FrameResult(NamedTuple):
 
     records[i]: RECORD_COLUMNS numbers, then tokens. decoded: how many of the records are of decode slots. seconds: what
     the launch took, where launching it means running it (a CPU); else 0. logprobs: None where nobody asked; prompt: the
-    chunk's spans where a prompt did.
+    chunk's spans where a prompt did. drafts[i]: of a launch with a grammar, the bonus token and the drafts for the next
+    frame, valid as the record says; parents[i]: the row that each follows, None where drafts are a chain.
     """
 
     seq: int
@@ -375,6 +398,8 @@ class FrameResult(NamedTuple):
     seconds: float = 0.0
     logprobs: FrameLogprobs | None = None
     prompt: tuple[PrefillSpan, ...] = ()
+    drafts: list[list[int]] | None = None
+    parents: list[list[int]] | None = None
 
 
 class TokenEvent(NamedTuple):

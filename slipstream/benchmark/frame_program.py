@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from slipstream.audit import Program
@@ -17,6 +18,7 @@ from slipstream.config import EngineConfig
 from slipstream.device.catch_up import CatchUp
 from slipstream.device.control import ControlWriter
 from slipstream.device.frame import Frame
+from slipstream.device.masks import MaskRing
 from slipstream.device.staging import UploadRing
 from slipstream.device.state import SlotState
 from slipstream.draft.block_config import parse_block_config
@@ -43,7 +45,7 @@ from slipstream.models.dummy import DummyTensors, DummyWeights
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
-from slipstream.types import Admit, FramePlan, PageAppend, PrefillSpan, Request, SamplingParams
+from slipstream.types import Admit, FramePlan, Masks, PageAppend, PrefillSpan, Request, SamplingParams
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
@@ -101,9 +103,9 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     kind: greedy; sampled; suffix: greedy, dspark: sampled, with that drafter instead of n-gram; eagle3,
     eagle3-sampled: with an EAGLE-3 head; mtp, mtp-sampled: with an MTP head; eagle3-off, mtp-off: with one that catches
     up before a frame without drafting; tree, tree-sampled: with an EAGLE-3 head that drafts trees; library: greedy with
-    the kernels that stand between library products; or model: sampled, with drafts by a model, and the plain pass for
-    both. plant: "module:function" that puts a known fault back into a production function, to see that the proof turns
-    red (tests/unit/test_frame_proof.py).
+    the kernels that stand between library products; grammar: greedy, with masks going up; or model: sampled, with
+    drafts by a model, and the plain pass for both. plant: "module:function" that puts a known fault back into a
+    production function, to see that the proof turns red (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(
@@ -146,13 +148,19 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         getattr(importlib.import_module(module), name)()
     control = ControlWriter(state.offset, state.shapes, num_drafts=drafts)
     ring = UploadRing(state.arena, slots=3, capacity=state.arena.numel())
+    masks = MaskRing(frame.logit_stages.masks, slots=3)
     plans = [_plan(i, slots, sampled) for i in range(2)]
+    if kind == "grammar":
+        given = np.full((1 + drafts, config.vocab_size // 32), -1, dtype=np.int32)
+        plans = [p._replace(masked=True, masks=(Masks(1, given), Masks(5 + p.seq, given[:1]))) for p in plans]
     turn = iter(range(1 << 30))
 
     def one() -> None:
         plan = plans[next(turn) % 2]
         with torch.inference_mode():
             ring.send(control.pairs(plan))
+            if plan.masks:
+                masks.send(plan.masks)
             if frame.catch_up is not None:
                 plan = plan._replace(drafts=0)
                 frame.read_missing(plan, state.decode_B[: len(plan.decode)])
@@ -168,6 +176,9 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         kernels = (*kernels, *(MTP_KERNELS if kind.startswith("mtp") else EAGLE_KERNELS))
     if tree is not None:
         kernels = (*kernels, *TREE_KERNELS, *(() if sampled else ("slipstream::walk_trees",)))
+    if kind == "grammar":
+        kernels = tuple(name for name in kernels if name != "slipstream::argmax_finish")
+        kernels = (*kernels, "slipstream::adjust_rows", "slipstream::mask_rows", "slipstream::argmax_rows")
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
 
 

@@ -112,7 +112,7 @@ class Frame:
         self.taps = drafter.taps if drafter is not None else ()
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.laws = state.laws() if self.kernels else None
-        self.logit_stages = LogitStages(state, model.config.vocab_size)
+        self.logit_stages = LogitStages(state, model.config.vocab_size, kernels=self.kernels)
         self.heads_per_kv = model.config.num_heads // model.config.num_kv_heads
 
     def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:

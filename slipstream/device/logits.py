@@ -1,9 +1,9 @@
 """What only some requests ask of a frame's logits, between the target and the temperature. One path for all frames.
 
-The order, for each row: penalties, biases; then, where all logits are sampled (device/frame.py, kernels/sample.py), the
-ban on stop ids, temperature and filters. Log-probabilities are of the logits before all that. A row is treated as plain
-decoding treats its position: a draft counts the drafts before it as said. Every token that a round commits is counted
-at its end, the first one of a prompt too.
+The order, for each row: penalties, biases, a grammar's mask; then, where all logits are sampled (device/frame.py,
+kernels/sample.py), the ban on stop ids, temperature and filters. Log-probabilities are of the logits before all that. A
+row is treated as plain decoding treats its position: a draft counts the drafts before it as said. Every token that a
+round commits is counted at its end, the first one of a prompt too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from slipstream.device.masks import MaskTable
 from slipstream.device.state import SlotState
 from slipstream.kernels import adjust as ops
 from slipstream.kernels.logprobs import token_logprobs
@@ -21,14 +22,15 @@ from slipstream.types import RECORD_COLUMNS, FramePlan
 
 
 class LogitStages:
-    """Owns the tallies, one int32 per slot and token, and the table of log-probabilities; both allocated at start.
+    """Owns the tallies (one int32 per slot and token), masks, and the table of log-probabilities; allocated at start.
 
     logprobs_NC: rows for every token that a decode frame can emit, from ends_at on for first tokens of prompts, from
     prompt_at on for rows of a chunk. What a launch writes there is copied down before the next one.
     """
 
-    def __init__(self, state: SlotState, vocab: int) -> None:
-        self.state = state
+    def __init__(self, state: SlotState, vocab: int, *, kernels: bool) -> None:
+        self.state, self.kernels = state, kernels
+        self.masks = MaskTable(state, vocab)
         self.tally_SV = torch.zeros(state.active_S.shape[0], vocab, dtype=torch.int32, device=state.device)
         self.ends_at = state.decode_B.shape[0] * (state.num_drafts + 1)
         self.prompt_at = self.ends_at + state.last_slot_B.shape[0]
@@ -37,7 +39,7 @@ class LogitStages:
 
     @property
     def nbytes(self) -> int:
-        return self.tally_SV.nbytes + self.logprobs_NC.nbytes
+        return self.tally_SV.nbytes + self.logprobs_NC.nbytes + self.masks.nbytes
 
     def admitted(self, plan: FramePlan, slot_B: Tensor) -> None:
         """The prompts of these slots have been read: what they hold counts from here on."""
@@ -61,6 +63,8 @@ class LogitStages:
             self.tally_SV, *self._penalties(), state.bias_count_S, state.bias_id_SN, state.bias_value_SN,
             plan.penalties, plan.biases,
         )  # fmt: skip
+        if plan.masked:
+            self.masks.apply(slot_R, cell_R, out_RV, kernels=self.kernels)
         return out_RV
 
     def committed(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from slipstream.device.control import ControlWriter
 from slipstream.device.frame import Frame
+from slipstream.device.masks import MaskRing
 from slipstream.device.precision import IeeeProducts
 from slipstream.device.staging import RecordRing, TableRing, UploadRing
 from slipstream.logprobs import FrameLogprobs
@@ -32,6 +33,7 @@ class _Launched(NamedTuple):
     slots: tuple[int, ...]
     decoded: int
     columns: int
+    masked: bool
     seconds: float = 0.0
     tables: _Tables | None = None
 
@@ -62,7 +64,12 @@ class Device:
         self.up = UploadRing(state.arena, slots=depth, capacity=state.arena.numel())
         rows = state.decode_B.shape[0] + state.last_slot_B.shape[0]
         columns = RECORD_COLUMNS + state.num_drafts + 1
-        self.down = RecordRing(slots=depth, rows=rows, columns=columns, device=state.device)
+        # A launch with a grammar brings all slots' drafts, and how they follow one another where they are trees.
+        self.drafts = (state.pending_SW, state.parent_SW) if state.tree else (state.pending_SW,)
+        self.down = RecordRing(
+            slots=depth, rows=rows, columns=columns, device=state.device, extra=sum(t.numel() for t in self.drafts)
+        )
+        self.masks = MaskRing(frame.logit_stages.masks, slots=depth)
         self.tables = TableRing(frame.logit_stages.logprobs_NC, slots=depth)
         self.launched: deque[_Launched] = deque()
         self.device_seconds = 0.0  # time inside frames, where launching one means running it
@@ -83,6 +90,8 @@ class Device:
     def _launch(self, plan: FramePlan) -> None:
         frame, state = self.frame, self.frame.state
         self.up.send(self.control.pairs(plan))
+        if plan.masks:
+            self.masks.send(plan.masks)
         if frame.clears_pages:
             self._clear(plan)
         if frame.drafter is not None:
@@ -112,8 +121,10 @@ class Device:
         packed = records[0] if len(records) == 1 else _joined(records) if records else state.arena[:0]
         columns = packed.shape[1] if records else RECORD_COLUMNS
         tables = self._tables(plan, columns - RECORD_COLUMNS) if plan.logprobs or plan.prompt_logprobs else None
-        ring_slot = self.down.receive(packed)
-        self.launched.append(_Launched(plan.seq, ring_slot, slots, len(plan.decode), columns, tables=tables))
+        ring_slot = self.down.receive(packed, self.drafts if plan.masked else ())
+        self.launched.append(
+            _Launched(plan.seq, ring_slot, slots, len(plan.decode), columns, plan.masked, tables=tables)
+        )
 
     def _tables(self, plan: FramePlan, width: int) -> _Tables:
         """Start the copy of what the launch's requests have asked for besides tokens."""
@@ -139,12 +150,17 @@ class Device:
     def collect(self) -> FrameResult:
         done = self.launched.popleft()
         records = self.down.read(done.ring_slot, len(done.slots), done.columns)
-        if done.tables is None:
-            return FrameResult(done.seq, done.slots, records, done.decoded, done.seconds)
-        at, decode, width, ends, prompt, spans = done.tables
-        read = self.tables.read
-        found = FrameLogprobs(read(at, decode), width, read(at, ends), read(at, prompt))
-        return FrameResult(done.seq, done.slots, records, done.decoded, done.seconds, found, spans)
+        result = FrameResult(done.seq, done.slots, records, done.decoded, done.seconds)
+        if done.masked:
+            state_np = self.down.extra_np[done.ring_slot].reshape(len(self.drafts), *self.drafts[0].shape)
+            drafts, *parents = (part_np[list(done.slots)].tolist() for part_np in state_np)
+            result = result._replace(drafts=drafts, parents=parents[0] if parents else None)
+        if done.tables is not None:
+            at, decode, width, ends, prompt, spans = done.tables
+            read = self.tables.read
+            found = FrameLogprobs(read(at, decode), width, read(at, ends), read(at, prompt))
+            result = result._replace(logprobs=found, prompt=spans)
+        return result
 
 
 def _joined(records: list[Tensor]) -> Tensor:

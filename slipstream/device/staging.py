@@ -18,13 +18,13 @@ from slipstream.audit import allow_sync
 from slipstream.device.control import Pairs
 
 
-def staging(*shape: int, device: torch.device) -> Tensor:
-    """Host int64 zeros, pinned when `device` is a GPU that can use it."""
+def staging(*shape: int, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Host zeros, pinned when `device` is a GPU that can use it."""
     pinned = device.type == "cuda"
     try:
-        return torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
+        return torch.zeros(shape, dtype=dtype, pin_memory=pinned)
     except RuntimeError:
-        return torch.zeros(shape, dtype=torch.int64)
+        return torch.zeros(shape, dtype=dtype)
 
 
 class UploadRing:
@@ -56,19 +56,28 @@ class UploadRing:
 
 
 class RecordRing:
-    """Records of launches on their way to the host: [slots, N, columns] int64, an event per launch."""
+    """Records of launches on their way to the host: [slots, N, columns] int64, an event per launch.
 
-    def __init__(self, *, slots: int, rows: int, columns: int, device: torch.device) -> None:
+    extra: numbers of slot state that a launch may bring besides.
+    """
+
+    def __init__(self, *, slots: int, rows: int, columns: int, device: torch.device, extra: int = 0) -> None:
         self.slots = slots
+        self.extra = staging(slots, extra, device=device)
+        self.extra_np: Any = self.extra.numpy()
         self.host = staging(slots, rows * columns, device=device)
         self.host_np: Any = self.host.numpy()
         self.events = [torch.cuda.Event() for _ in range(slots)] if device.type == "cuda" else None
         self.at = 0
         self._views: dict[tuple[int, torch.Size], Tensor] = {}  # few shapes, and views cost as much as the copy
 
-    def receive(self, record_NC: Tensor) -> int:
-        """Start the copy of a record (or of none) down; returns the ring slot to `read` later."""
-        at = self.at
+    def receive(self, record_NC: Tensor, extra: Sequence[Tensor] = ()) -> int:
+        """Start the copy of a record (or of none) down, and of the extra numbers one behind the other; returns the
+        ring slot to `read` later."""
+        at, first = self.at, 0
+        for more in extra:
+            self.extra[at][first : first + more.numel()].copy_(more.view(-1), non_blocking=True)
+            first += more.numel()
         if record_NC.numel():
             self._place(at, record_NC.shape).copy_(record_NC, non_blocking=True)
         if self.events is not None:

@@ -28,6 +28,7 @@ class SlotState:
     prompt_len_S: tokens of the prompt, the rest of history is output. repetition_S 1, presence_S and frequency_S 0, and
     bias_count_S 0 are off; bias_id_SN and bias_value_SN hold bias_count_S pairs. logprobs_S, prompt_logprobs_S:
     alternatives wanted plus one, 0 for none.
+    masked_S: 1 where a grammar decides, its masks are in device/masks.py.
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none.
     widest_frame: slots of the largest bucket, where that is more than max_slots.
@@ -65,6 +66,7 @@ class SlotState:
             "draft_count": (s,),
             "max_drafts": (s,),
             "behind": (s,),
+            "masked": (s,),
             "mode": (s,),
             "key": (s,),
             "child": (s,),
@@ -119,6 +121,7 @@ class SlotState:
             self.absorbed_S, self.saved_SC = view("absorbed"), view("saved")
         self.max_drafts_S = view("max_drafts")
         self.behind_S = view("behind")
+        self.masked_S = view("masked")
         self.table_SP = view("table")
         self.stop_ids_ST = view("stop_ids").fill_(-1)
         self.mode_S, self.key_S, self.child_S = view("mode"), view("key"), view("child")

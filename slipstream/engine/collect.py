@@ -61,6 +61,8 @@ class Collector:
                 self._end(seq, reason)
             elif drafted is None:
                 self.scheduler.ledger.share_prompt(seq)
+            if seq.grammar is not None and not finish:
+                self._ask_masks(seq, result, i)
             request_id, child = seq.key
             values, of_prompt = None, None
             if result.logprobs is not None:
@@ -93,6 +95,22 @@ class Collector:
                 most = len(seq.request.prompt_token_ids) - 1 - span.start
                 top = seq.request.params.prompt_logprobs or 0
                 seq.prompt_logprobs[span.start :] = read_tokens(rows_NC[:most], top)
+
+    def _ask_masks(self, seq: Sequence, result: FrameResult, i: int) -> None:
+        assert result.drafts is not None, "a launch with a grammar brings its drafts"
+        last = seq.wanted
+        parents = None if result.parents is None else result.parents[i][1:last]
+        self.scheduler.desk.collected(seq, result.drafts[i][1:last], parents)
+
+    def masks_in(self) -> list[TokenEvent]:
+        """Take in masks that have come: their sequences go on, or end with an error."""
+        ends = []
+        for seq, error in self.scheduler.desk.arrived():
+            if error is not None:
+                ends.append(self.abort(seq.key, error))
+            elif seq.state is State.HELD:
+                self.scheduler.enqueue(seq)
+        return [event for event in ends if event is not None]
 
     def ack(self, key: Key, upto: int) -> None:
         """The first `upto` output tokens are returned to the user. Unknown (ended) requests are ignored."""

@@ -2,7 +2,7 @@
 
 Truth about running requests lives on the device; the host keeps plans and upper bounds. Each `step`
 
-  receive   applies what callers left since the last step: new requests, acknowledgements, cuts, aborts;
+  receive   applies what callers left since the last step, acknowledgements, cuts, aborts, and takes in masks;
   plan      lets the scheduler fill a `FramePlan`: drops, admissions, pages, a decode frame, a prefill chunk;
   frame     hands the plan to the device, which enqueues it and returns at once;
   collect   reads the *oldest* result, and only when `run_ahead` launches are queued (or nothing is left to
@@ -12,9 +12,8 @@ With run_ahead D (at most 2 while requests wait) the host plans frame t knowing 
 happened since is covered by bounds: pages for the most tokens the queued frames can emit (scheduler.py), release of
 pages only after the last launch that names their slot (ledger.py), generation numbers in records (collect.py).
 
-The caller of a request with `needs_ack` answers each event with `ack` (these tokens are returned to the user)
-or `cut` (a stop string was found: the request ends there). Every request gets exactly one event with a finish
-reason, the event of a cut included; the caller of a cut after that event gets no second one.
+The caller of a request with `needs_ack` answers each event with `ack` (these tokens are returned to the user) or `cut`
+(a stop string: the request ends there). Every request gets exactly one event with a finish reason, a cut's included.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from typing import Protocol
 
 from slipstream.config import EngineConfig
 from slipstream.engine.collect import Collector
+from slipstream.engine.grammar import Grammars
 from slipstream.engine.scheduler import Scheduler
 from slipstream.errors import EngineDeadError
 from slipstream.metrics import Metrics
@@ -46,11 +46,9 @@ class Device(Protocol):
 class EngineCore:
     """One engine in one thread of control. `add`, `ack`, `cut` and `abort` take effect at the next `step`."""
 
-    def __init__(self, config: EngineConfig, device: Device, metrics: Metrics | None = None) -> None:
-        self.config = config
-        self.device = device
-        self.metrics = metrics if metrics is not None else Metrics()
-        self.scheduler = Scheduler(config, self.metrics, getattr(device, "allocators", ()))
+    def __init__(self, config: EngineConfig, device: Device, grammars: Grammars | None = None) -> None:
+        self.config, self.device, self.metrics = config, device, Metrics()
+        self.scheduler = Scheduler(config, self.metrics, getattr(device, "allocators", ()), grammars)
         self.collector = Collector(self.scheduler, self.metrics)
         self._inbox: deque[Callable[[], TokenEvent | None]] = deque()
         self._next = self._in_flight = 0  # number of the next launch; launches not collected
@@ -89,8 +87,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` can still do something."""
-        s = self.scheduler
-        return bool(self._inbox or s.waiting or s.running or self._in_flight)
+        return bool(self._inbox or self._in_flight or self.scheduler.busy)
 
     @property
     def idle(self) -> bool:
@@ -122,6 +119,8 @@ class EngineCore:
             # Ends are handed out at once: blocking on a frame now would hold them back.
             if self._in_flight and not events and (plan is None or self._in_flight >= self.scheduler.run_ahead):
                 events = self._collect()
+            elif plan is None and not events:
+                self.scheduler.desk.wait()
         except BaseException as fault:
             self._fault = fault  # the plans and the device no longer agree: nothing can go on from here
             raise
@@ -130,7 +129,7 @@ class EngineCore:
     def _receive(self) -> list[TokenEvent]:
         self.collector.closed.clear()
         asked = [self._inbox.popleft()() for _ in range(len(self._inbox))]
-        return [event for event in asked if event is not None]
+        return [event for event in asked if event is not None] + self.collector.masks_in()
 
     def _launch(self, plan: FramePlan, began: int) -> None:
         planned = perf_counter_ns()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from slipstream.config import EngineConfig
 from slipstream.engine.adaptive import Adaptive
 from slipstream.engine.admission import check_request
+from slipstream.engine.grammar import GrammarDesk, Grammars, masks_of, may_decode
 from slipstream.engine.ledger import Ledger
 from slipstream.engine.pages import pages_for
 from slipstream.engine.pools import Allocator
@@ -41,6 +42,7 @@ class _Flags(NamedTuple):
     penalties: bool
     biases: bool
     logprobs: bool
+    masked: bool
 
     @staticmethod
     def of(sampling: list[Sequence]) -> _Flags:
@@ -54,6 +56,7 @@ class _Flags(NamedTuple):
             penalties=any(s.request.params.penalized for s in sampling),
             biases=any(s.request.params.logit_bias is not None for s in sampling),
             logprobs=any(s.request.params.logprobs is not None for s in sampling),
+            masked=any(s.grammar is not None for s in sampling),
         )
 
 
@@ -78,10 +81,17 @@ class Scheduler:
     slots are then stocked together, so that few launches carry pages: what goes up stands between two frames.
     """
 
-    def __init__(self, config: EngineConfig, metrics: Metrics, followers: Iterable[Allocator] = ()) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        metrics: Metrics,
+        followers: Iterable[Allocator] = (),
+        grammars: Grammars | None = None,
+    ) -> None:
         self.config = config
         self.metrics = metrics
         self.ledger = Ledger(config, tuple(followers))
+        self.desk = GrammarDesk(grammars)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         """By slot, in order of admission; preempted ones stay until their last launch is collected."""
@@ -102,6 +112,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Check a request and queue it. Raises InvalidRequestError; nothing else is affected."""
         num_drafts = check_request(request, self.config)
+        self.desk.check(request)
         key, limit = (request.request_id, request.child), self.config.max_waiting
         if key in self.sequences:
             raise InvalidRequestError(f"request_id={key[0]!r} child={key[1]} is running already")
@@ -117,7 +128,13 @@ class Scheduler:
             lookahead=self.config.lookahead if tree_depth else min(self.config.lookahead, num_drafts),
             tree_depth=tree_depth,
         )
-        self.enqueue(seq)
+        if not self.desk.open(seq):
+            self.enqueue(seq)
+
+    @property
+    def busy(self) -> bool:
+        """Whether some sequence has not ended."""
+        return bool(self.waiting or self.running or self.desk.pending)
 
     def enqueue(self, seq: Sequence) -> None:
         """Into the queue by priority, then arrival; most often it is simply the last."""
@@ -131,7 +148,7 @@ class Scheduler:
         """The sequence has ended and its returned tokens are known: it leaves queue or slot."""
         if seq.state is State.WAITING:
             self.waiting.remove(seq)
-        else:
+        elif seq.state is not State.HELD:
             if seq.state is State.RUNNING:
                 self.drop(seq)
             self.running.pop(seq.slot, None)
@@ -152,7 +169,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert free + cached + held = total, for pages and slots."""
-        self.ledger.check([s for s in self.sequences.values() if s.state is not State.WAITING])
+        self.ledger.check([s for s in self.sequences.values() if s.state not in (State.WAITING, State.HELD)])
 
     # -- planning ------------------------------------------------------------------------------
 
@@ -213,6 +230,8 @@ class Scheduler:
             biases=flags.biases,
             logprobs=flags.logprobs,
             prompt_logprobs=any(s.reports_prompt for s, _ in spans),
+            masks=masks_of(decoding, spans) if flags.masked else (),
+            masked=flags.masked,
         )
 
     def _split(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -226,7 +245,7 @@ class Scheduler:
                 reading.append(s)
             # Whether it cannot be known to end before the frame: an active slot emits at least one token per frame,
             # so length + 1 + frames queued is a lower bound.
-            elif s.length + 1 + len(s.queued) < s.max_len:
+            elif s.length + 1 + len(s.queued) < s.max_len and (s.grammar is None or may_decode(s)):
                 ready.append(s)
         return ready, reading
 
@@ -381,7 +400,10 @@ class Scheduler:
         if seq.last_launch <= self.ledger.collected:
             del self.running[seq.slot]
             self.ledger.retire(seq)
-            self.enqueue(seq)
+            if seq.grammar is not None and seq.masks is None:
+                seq.state = State.HELD
+            else:
+                self.enqueue(seq)
 
 
 def _filters(s: Sequence) -> bool:

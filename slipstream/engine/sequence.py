@@ -5,10 +5,14 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from slipstream.engine.radix import Node
 from slipstream.logprobs import TokenLogprob
-from slipstream.types import Request, Round, SpecStats
+from slipstream.types import MaskRows, Request, Round, SpecStats
+
+if TYPE_CHECKING:
+    from slipstream.engine.grammar import MaskSource
 
 Key = tuple[str, int]
 """(request_id, child)"""
@@ -19,6 +23,7 @@ ROUNDS_KEPT = 256
 
 
 class State(enum.Enum):
+    HELD = "held"  # its grammar's masks are not here: not in the queue yet, or not again after a preemption
     WAITING = "waiting"
     RUNNING = "running"  # owns a slot; prefill or decode
     LEAVING = "leaving"  # preempted; launches that may still bring tokens are not collected yet
@@ -34,6 +39,7 @@ class Sequence:
     outputs: tokens collected, over all its generations. acked: how many of them count as returned. prompt_logprobs:
     where asked for, of the prompt's second token and on, as far as collected; prompt_told: an event has had them.
     counted, rounds: draft statistics, and the rounds that are not in them yet (`stats` has them all).
+    grammar: where its masks come from, None without one; masks: those for its next round, None until they are here.
     The rest is valid while it owns a slot: tokens (known at admission), cached (tokens of a prefix hit),
     planned (prefill rows planned so far), prefilled (the record of the last chunk is collected, so `length`
     is a fact), length (committed length by collected records; before that len(tokens)), queued (launch, most
@@ -56,6 +62,8 @@ class Sequence:
     acked: int = 0
     counted: SpecStats = field(default_factory=SpecStats)
     rounds: list[Round] = field(default_factory=list)
+    grammar: MaskSource | None = None
+    masks: MaskRows | None = None
     slot: int = 0
     generation: int = 0
     tokens: tuple[int, ...] = ()

@@ -25,6 +25,7 @@ KERNELS: dict[str, str] = {
     "argmax_finish": "slipstream.kernels.sample",
     "row_threshold": "slipstream.kernels.sample",
     "race_rows": "slipstream.kernels.sample",
+    "mask_rows": "slipstream.kernels.grammar",
     "draft_choice": "slipstream.kernels.choice",
     "pack_rows": "slipstream.kernels.frame",
     "close_round": "slipstream.kernels.frame",

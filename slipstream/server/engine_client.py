@@ -45,6 +45,7 @@ from slipstream.server.messages import (
 )
 from slipstream.server.telemetry import Telemetry
 from slipstream.text import Tokenizer
+from slipstream.text.grammar import Grammars
 from slipstream.types import SamplingParams, TokenEvent
 
 STACKS = "stacks"
@@ -142,6 +143,7 @@ class EngineClient:
         self.max_queue = max_queue
         self.ready: Ready
         self.tokenizer: Tokenizer
+        self.grammars: Grammars
         self.defaults: SamplingParams
         self._socket = socket
         self._folder = folder
@@ -194,6 +196,8 @@ class EngineClient:
         self.ready = first
         self.tokenizer = Tokenizer.from_path(None if first.tokenizer is None else Path(first.tokenizer))
         self.defaults = default_params(first.generation_config)
+        limits = first.limits
+        self.grammars = Grammars(self.tokenizer, vocab_size=limits.vocab_size, eos_ids=limits.eos_ids)
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -204,7 +208,7 @@ class EngineClient:
 
     def prepare(self, prompt: Prompt, params: SamplingParams, service: Service = USUAL) -> Prepared:
         """See `answers.prepare`; safe in a thread."""
-        return prepare(prompt, params, self.tokenizer, self.ready.limits, service)
+        return prepare(prompt, params, self.tokenizer, self.ready.limits, self.grammars, service)
 
     def submit(self, prompts: Sequence[Prepared], request_id: str = "") -> Flight:
         """Raises QueueFullError when there is no place, EngineDeadError, InvalidRequestError if there can be none."""

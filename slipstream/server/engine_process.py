@@ -57,7 +57,7 @@ class EngineProcess:
 
     def __init__(self, built: Built, socket: Any) -> None:
         self.built = built
-        self.core = EngineCore(built.engine_config, built.device)
+        self.core = EngineCore(built.engine_config, built.device, built.grammars)
         self._socket = socket
         self._sent = time.monotonic()
         self._launches = 0

@@ -350,8 +350,7 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "stop id negative": ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
 }
 NOT_BUILT = {
-    "bad_words": ["x"], "logits_processors": [len], "guided_decoding": "x",
-    "structured_outputs": {"json": "{}"}, "best_of": 2, "use_beam_search": True,
+    "bad_words": ["x"], "logits_processors": [len], "best_of": 2, "use_beam_search": True,
 }  # fmt: skip
 
 

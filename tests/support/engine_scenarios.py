@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,8 +10,10 @@ from dataclasses import dataclass, field
 from slipstream.config import EngineConfig
 from slipstream.engine.loop import EngineCore
 from slipstream.engine.radix import Node
+from slipstream.structured import StructuredOutputsParams
 from slipstream.types import Request, SamplingParams
 from tests.support.fake_device import FakeDevice, digest, expected
+from tests.support.fake_grammar import FakeGrammars
 
 Pick = Callable[[int, int], int]
 """pick(low, high): a whole number, both ends included; drawn by hypothesis or by a seeded generator."""
@@ -21,6 +24,9 @@ _SAMPLING = (
     {"temperature": 1.0, "top_p": 0.9},
     {"temperature": 0.7, "top_k": 5, "min_p": 0.1},
 )
+
+
+_GRAMMAR = StructuredOutputsParams(regex="what fake_grammar says")
 
 
 @dataclass
@@ -74,7 +80,10 @@ def draw_scenario(pick: Pick, run_ahead: int, page_size: int) -> Scenario:
         own = pick(0, n) if pick(0, 2) else 0
         prompt = (*stem[: n - own], *(pick(0, vocab - 1) for _ in range(own)))
         max_len = pick(pick(n + 1, context), context)
-        params = SamplingParams(max_tokens=None, min_tokens=pick(0, 3) * pick(0, 1), **_SAMPLING[pick(0, 3)])  # type: ignore[arg-type]
+        params = SamplingParams(
+            max_tokens=None, min_tokens=pick(0, 3) * pick(0, 1), **_SAMPLING[pick(0, 3)],  # type: ignore[arg-type]
+            structured_outputs=_GRAMMAR if (sum(prompt) + i) % 4 == 0 else None,
+        )  # fmt: skip
         needs_ack = pick(0, 1) == 1
         request = Request(
             request_id=f"r{i // 2}",
@@ -109,7 +118,9 @@ def run_scenario(s: Scenario) -> tuple[EngineCore, FakeDevice]:
         vocab=s.vocab,
         drafts=lambda key, position: _script(s.script, key, position),
     )
-    engine = EngineCore(s.config, device)
+    polls = itertools.count()
+    grammars = FakeGrammars(s.vocab, ready=lambda request: digest(s.script, next(polls)) % 3 == 0)
+    engine = EngineCore(s.config, device, grammars)
     by_key = {(c.request.request_id, c.request.child): c for c in s.clients}
     answers: deque[tuple[int, Client, int]] = deque()
     work = sum(c.request.max_len for c in s.clients)

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from slipstream.types import FinishCode, FramePlan, FrameResult, Request
+from slipstream.types import FinishCode, FramePlan, FrameResult, MaskRows, Request
+from tests.support.fake_grammar import allowed_after, allowed_by
 
 
 def digest(previous: int, token: int) -> int:
@@ -20,10 +21,12 @@ def digest(previous: int, token: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{previous},{token}".encode(), digest_size=8).digest(), "big")
 
 
-def next_token(request: Request, history: int, output_index: int, vocab: int) -> int:
-    """The token after a history (its digest); stop ids are banned while below min_tokens."""
-    ban = request.stop_ids if output_index < request.params.min_tokens else ()
-    allowed = [t for t in range(vocab) if t not in ban]
+def next_token(request: Request, history: int, output_index: int, vocab: int, allowed: list[int] | None = None) -> int:
+    """The token after a history (its digest); stop ids are banned while below min_tokens. allowed: by a grammar, which
+    has the ban in it."""
+    if allowed is None:
+        ban = request.stop_ids if output_index < request.params.min_tokens else ()
+        allowed = [t for t in range(vocab) if t not in ban]
     return allowed[digest(history, request.key) % len(allowed)]
 
 
@@ -33,7 +36,8 @@ def expected(request: Request, vocab: int) -> tuple[list[int], str]:
     for t in request.prompt_token_ids:
         history = digest(history, t)
     while True:
-        token = next_token(request, history, len(out), vocab)
+        grammar = request.params.structured_outputs is not None
+        token = next_token(request, history, len(out), vocab, allowed_after(request, out, vocab) if grammar else None)
         history = digest(history, token)
         out.append(token)
         if token in request.stop_ids:
@@ -57,10 +61,20 @@ class _Slot:
     live: bool = True
     next_drafts: int = 0
     asked: int = 0
+    drafts: list[int] = field(default_factory=list)
+    masks: MaskRows | None = None
 
     @property
     def active(self) -> bool:
         return self.live and self.committed > 0
+
+    @property
+    def grammar(self) -> bool:
+        return self.request.params.structured_outputs is not None
+
+    @property
+    def outputs(self) -> list[int]:
+        return self.tokens[len(self.request.prompt_token_ids) :]
 
 
 Record = tuple[int, int, list[int], int, int, FinishCode, int, bool]
@@ -114,8 +128,9 @@ class FakeDevice:
             assert len(slot.table) == p.first, "page table has a gap"
             slot.table += p.pages
         self._check_shapes(plan)
+        self._take_masks(plan)
         records = [*self._decode(plan), *self._prefill(plan)]
-        self.queue.append((_result(plan, records), self._touched(plan)))
+        self.queue.append((self._result(plan, records), self._touched(plan)))
 
     def collect(self) -> FrameResult:
         return self.queue.popleft()[0]
@@ -158,6 +173,24 @@ class FakeDevice:
         most = self.num_drafts if any(wanted) else 0
         assert plan.drafts == most or (self.adaptive and 0 <= plan.drafts <= most)
         assert plan.min_tokens == any(s.request.params.min_tokens > 0 for s in sampling)
+
+    def _take_masks(self, plan: FramePlan) -> None:
+        """Every slot with a grammar has masks in its launch, and they are those of its tokens and drafts."""
+        for slot in self.slots.values():
+            slot.masks = None
+        for s, rows in plan.masks:
+            self.slots[s].masks = rows
+        ends = [p.slot for p in plan.prefill if p.last]
+        named = [self.slots[s] for s in (*(s for s in plan.decode if s), *ends)]
+        assert plan.masked == any(s.grammar for s in named)
+        for s in (*(s for s in plan.decode if s), *ends):
+            slot = self.slots[s]
+            assert (slot.masks is not None) == slot.grammar, f"slot {s} runs without the masks of its grammar"
+            if slot.masks is None or not slot.live:
+                continue
+            outputs, drafts = slot.outputs, slot.drafts if slot.active else []
+            assert len(slot.masks) == 1 + len(drafts), f"slot {s} has {len(drafts)} drafts"
+            assert allowed_by(slot.masks[0], self.vocab) == allowed_after(slot.request, outputs, self.vocab)
 
     # -- the frame -----------------------------------------------------------------------------
 
@@ -206,15 +239,17 @@ class FakeDevice:
                 continue
             history = digest(history, token)
             self._write(slot, c + depth, history)
-            token, finish = self._sample(slot, history)
+            token, finish = self._sample(slot, history, depth)
             emitted.append(token)
         slot.committed += len(emitted)
         slot.next_drafts = min(slot.asked, self._ready(slot))
+        self._draft(slot)
         return s, slot.generation, emitted, min(len(emitted), right), drafted, finish, slot.next_drafts, False
 
-    def _sample(self, slot: _Slot, history: int) -> tuple[int, FinishCode]:
+    def _sample(self, slot: _Slot, history: int, row: int) -> tuple[int, FinishCode]:
         request = slot.request
-        token = next_token(request, history, len(slot.tokens) - len(request.prompt_token_ids), self.vocab)
+        allowed = None if slot.masks is None else allowed_by(slot.masks[row], self.vocab)
+        token = next_token(request, history, len(slot.outputs), self.vocab, allowed)
         slot.tokens.append(token)
         finish = FinishCode.NONE
         if token in request.stop_ids:
@@ -223,6 +258,23 @@ class FakeDevice:
             finish = FinishCode.LENGTH
         slot.live = finish is FinishCode.NONE
         return token, finish
+
+    def _draft(self, slot: _Slot) -> None:
+        """Of a slot with a grammar: as many right tokens as the script says, then wrong ones."""
+        slot.drafts = []
+        if not slot.grammar or not slot.live:
+            return
+        right, history, tokens = self.drafts(slot.request.key, slot.committed)[1], 0, list(slot.tokens)
+        for t in tokens:
+            history = digest(history, t)
+        for i in range(slot.next_drafts):
+            outputs = tokens[len(slot.request.prompt_token_ids) :]
+            allowed = allowed_after(slot.request, outputs, self.vocab)
+            token = next_token(slot.request, history, len(outputs), self.vocab, allowed)
+            token = token if i < right else (token + 1) % self.vocab
+            slot.drafts.append(token)
+            tokens.append(token)
+            history = digest(history, token)
 
     def _ready(self, slot: _Slot) -> int:
         k = self.num_drafts if slot.request.num_drafts is None else slot.request.num_drafts
@@ -241,22 +293,28 @@ class FakeDevice:
             assert span.last == (slot.filled == len(slot.tokens))
             if span.last and slot.live:
                 slot.committed = len(slot.tokens)
-                token, finish = self._sample(slot, history)
+                token, finish = self._sample(slot, history, 0)
                 slot.next_drafts = self._ready(slot)
+                self._draft(slot)
                 records.append((span.slot, slot.generation, [token], 0, 0, finish, slot.next_drafts, True))
         return records
 
+    def _result(self, plan: FramePlan, records: list[Record]) -> FrameResult:
+        """As a device's: every record as wide as the widest, with tokens that nobody may read behind its own."""
+        width = max((len(tokens) for _, _, tokens, *_ in records), default=0)
+        return FrameResult(
+            seq=plan.seq,
+            slots=tuple(r[0] for r in records),
+            records=[
+                [g, len(tokens), accepted, drafted, int(finish), ready, *tokens, *(-1,) * (width - len(tokens))]
+                for _, g, tokens, accepted, drafted, finish, ready, _ in records
+            ],
+            decoded=sum(not prefill for *_, prefill in records),
+            seconds=1e-3 * (10 + plan.rows + plan.drafts),
+            drafts=[self._pending(r[0]) for r in records] if plan.masked else None,
+        )
 
-def _result(plan: FramePlan, records: list[Record]) -> FrameResult:
-    """As a device's: every record as wide as the widest, with tokens that nobody may read behind its own."""
-    width = max((len(tokens) for _, _, tokens, *_ in records), default=0)
-    return FrameResult(
-        seq=plan.seq,
-        slots=tuple(r[0] for r in records),
-        records=[
-            [generation, len(tokens), accepted, drafted, int(finish), ready, *tokens, *(-1,) * (width - len(tokens))]
-            for _, generation, tokens, accepted, drafted, finish, ready, _ in records
-        ],
-        decoded=sum(not prefill for *_, prefill in records),
-        seconds=1e-3 * (10 + plan.rows + plan.drafts),
-    )
+    def _pending(self, s: int) -> list[int]:
+        """Of all slots when some has a grammar; what is not valid is anything."""
+        drafts = self.slots[s].drafts if s in self.slots else []
+        return [-1, *drafts, *(-1,) * (self.num_drafts - len(drafts))]

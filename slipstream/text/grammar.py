@@ -1,0 +1,338 @@
+"""Grammars: what a request's answer may look like, as masks over the vocabulary. By llguidance, imported on use.
+
+Nothing here runs on the engine's loop: compiling a grammar and computing masks happen in threads of `Grammars`, the
+library leaves the interpreter's lock meanwhile. `Grammars.check` compiles where a request comes in, so that a grammar
+that cannot work is refused there; `Grammars.open` gives the engine a `GrammarMasks` per sequence.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import InvalidRequestError, RequestFailedError, SlipstreamError, UnsupportedError
+from slipstream.structured import StructuredOutputsParams
+from slipstream.text.tokenizer import Tokenizer
+from slipstream.types import MaskRows, Request
+
+COMPILE_SECONDS = 10.0
+"""Most time from asking for a grammar to its first mask, queueing included."""
+MASK_SECONDS = 10.0
+"""Most time for the masks of one round."""
+THREADS = 2
+CACHED = 64
+"""Compiled grammars kept; a request takes a copy."""
+MAX_ERROR_CHARS = 300
+
+# The library's own fuel: a step of it takes some 0.1 s at most, whatever the grammar.
+LIMITS = {
+    "initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 100_000, "step_max_items": 50_000, "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False,
+}  # fmt: skip
+
+
+class Grammars:
+    """Compiles grammars for one tokenizer and computes their masks; thread-safe.
+
+    vocab_size: the model's, masks are that wide. eos_ids: ids that may follow once a grammar is complete.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], compile_seconds: float = COMPILE_SECONDS
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size, self.eos_ids = vocab_size, tuple(i for i in eos_ids if 0 <= i < vocab_size)
+        self.words = -(-vocab_size // 32)
+        self.compile_seconds = compile_seconds
+        self.changed = threading.Event()
+        """Set when some masks have become ready, or failed."""
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[StructuredOutputsParams, Future[Any]] = OrderedDict()
+        self._library: Any = None
+        self._vocabulary: Any = None
+        self._pieces: list[bytes] = []
+        self._compilers: ThreadPoolExecutor | None = None
+        self._fillers: ThreadPoolExecutor | None = None
+
+    # -- for those who take requests -----------------------------------------------------------------------------
+
+    def check(self, spec: StructuredOutputsParams) -> None:
+        """Compile it, blocking. Raises InvalidRequestError if it cannot be compiled in time, UnsupportedError where
+        the library or the model's tokenizer is missing."""
+        self.require()
+        try:
+            self.compiled(spec).result(self.compile_seconds)
+        except FutureTimeout:
+            raise InvalidRequestError(
+                f"structured_outputs: compiling the {spec.kind} takes more than {self.compile_seconds:g} s"
+            ) from None
+
+    def require(self) -> None:
+        """Raise UnsupportedError if grammars cannot work here."""
+        if not self.tokenizer.present:
+            raise UnsupportedError("structured_outputs needs a tokenizer, and this model has none")
+        if not self.eos_ids:
+            raise UnsupportedError("structured_outputs needs an end-of-sequence token, and this model names none")
+        if self._library is None:
+            try:
+                self._library = importlib.import_module("llguidance")
+            except ImportError:
+                raise UnsupportedError(
+                    "structured_outputs needs llguidance; install the extra: pip install 'slipstream[grammar]'"
+                ) from None
+
+    # -- for the engine --------------------------------------------------------------------------------------------
+
+    def open(self, request: Request) -> GrammarMasks:
+        """Masks of a request's sequence; what is wrong with its grammar comes out of `poll`."""
+        spec = request.params.structured_outputs
+        assert spec is not None
+        return GrammarMasks(self, spec, stop_ids=request.stop_ids, min_tokens=request.params.min_tokens)
+
+    def wait(self, seconds: float) -> None:
+        """Block until some masks are ready, or for so long."""
+        self.changed.wait(seconds)
+        self.changed.clear()
+
+    # -- threads ---------------------------------------------------------------------------------------------------
+
+    def compiled(self, spec: StructuredOutputsParams) -> Future[Any]:
+        """The compiled grammar, by whoever asks first."""
+        key = replace(spec, after="")
+        with self._lock:
+            if self._compilers is None:
+                self._compilers = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-compile")
+            found = self._compiled.get(key)
+            if found is None:
+                found = self._compiled[key] = self._compilers.submit(self._build, key)
+                while len(self._compiled) > CACHED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(key)
+        return found
+
+    def submit(self, work: Callable[..., None], *args: Any) -> None:
+        """Run it in a thread for masks; a slow compilation does not hold those up."""
+        with self._lock:
+            if self._fillers is None:
+                self._fillers = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-masks")
+        self._fillers.submit(work, *args)
+
+    def _build(self, spec: StructuredOutputsParams) -> Any:
+        """A matcher that has computed its first mask."""
+        library = self._library
+        try:
+            text = _grammar(library, spec)
+        except ValueError as error:
+            raise InvalidRequestError(f"structured_outputs: {spec.kind}: {_short(error)}") from None
+        limits = library.LLParserLimits(**LIMITS)
+        matcher = library.LLMatcher(self._words(), text, log_level=0, limits=limits)
+        if not matcher.is_error():
+            copy = matcher.deep_copy()
+            mask = np.frombuffer(copy.compute_bitmask(), dtype=np.int32)
+            if not copy.is_error() and not mask.any():
+                raise InvalidRequestError(f"structured_outputs: {spec.kind}: this tokenizer has no token to begin with")
+            matcher = matcher if not copy.is_error() else copy
+        if matcher.is_error():
+            raise InvalidRequestError(f"structured_outputs: {spec.kind}: {_short(matcher.get_error())}")
+        return matcher
+
+    def _words(self) -> Any:
+        """The vocabulary as the library has it; built once, in a thread."""
+        with self._lock:
+            if self._vocabulary is None:
+                tokenizer = self.tokenizer
+                self._pieces = [tokenizer.token_bytes(i) for i in range(self.vocab_size)]
+                wrapped = self._library.TokenizerWrapper(_Words(tokenizer, self._pieces, self.eos_ids[0]))
+                self._vocabulary = self._library.LLTokenizer(
+                    wrapped, n_vocab=self.vocab_size, eos_token=list(self.eos_ids)
+                )
+            return self._vocabulary
+
+    def piece(self, token: int) -> bytes:
+        return self._pieces[token]
+
+
+class GrammarMasks:
+    """One sequence's grammar. One `ask` at a time: `poll` must have given its answer before the next.
+
+    A mask is a row of 32-bit words; bit t % 32 of word t // 32 says that token t may come next.
+    """
+
+    def __init__(
+        self, owner: Grammars, spec: StructuredOutputsParams, *, stop_ids: Sequence[int], min_tokens: int
+    ) -> None:
+        self._owner, self._spec = owner, spec
+        self._min_tokens = min_tokens
+        self._ban = np.zeros(owner.words, dtype=np.int32)
+        for i in stop_ids if min_tokens else ():
+            self._ban[i // 32] |= np.uint32(1 << (i % 32)).astype(np.int32)
+        self._matcher: Any = None
+        self._read = 0  # output tokens that the matcher has consumed
+        self._free = _Until(spec.after.encode()) if spec.after else None
+        self._job: Future[MaskRows] | None = None
+        self._asked = 0.0
+        self._seconds = owner.compile_seconds
+
+    def ask(self, outputs: Sequence[int], drafts: Sequence[int], parents: Sequence[int]) -> None:
+        """Start on the masks after `outputs`, and after each draft behind them.
+
+        parents[i]: the row that draft i follows, 0 for the outputs' end, j for draft j - 1.
+        """
+        owner = self._owner
+        assert self._job is None, "asked twice"
+        self._job, self._asked = Future(), time.monotonic()
+        args = (self._job, tuple(outputs[self._read :]), tuple(drafts), tuple(parents))
+        if self._matcher is not None:
+            owner.submit(self._run, *args)
+            return
+        try:
+            owner.require()
+            owner.compiled(self._spec).add_done_callback(lambda _: owner.submit(self._run, *args))
+        except SlipstreamError as error:
+            self._job.set_exception(error)
+
+    def poll(self) -> MaskRows | None:
+        """Masks [1 + drafts, words], int32, or None while they are not there.
+
+        Raises what ended them: InvalidRequestError, RequestFailedError.
+        """
+        job = self._job
+        if job is None:
+            return None
+        if not job.done():
+            if time.monotonic() - self._asked > self._seconds:
+                raise RequestFailedError(f"the grammar's masks took more than {self._seconds:g} s")
+            return None
+        self._job, self._seconds = None, MASK_SECONDS
+        return job.result()
+
+    def _run(self, job: Future[MaskRows], new: Sequence[int], drafts: Sequence[int], parents: Sequence[int]) -> None:
+        try:
+            if self._matcher is None:
+                self._matcher = self._owner.compiled(self._spec).result().deep_copy()
+            rows = self._rows(new, drafts, parents)
+        except SlipstreamError as error:
+            job.set_exception(error)
+        except Exception as error:
+            job.set_exception(RequestFailedError(f"the grammar failed: {type(error).__name__}"))
+        else:
+            job.set_result(rows)
+        self._owner.changed.set()
+
+    def _rows(self, new: Sequence[int], drafts: Sequence[int], parents: Sequence[int]) -> MaskRows:
+        for token in new:
+            self._consume(token)
+        self._read += len(new)
+        out = np.full((1 + len(drafts), self._owner.words), -1, dtype=np.int32)
+        children: list[list[int]] = [[] for _ in range(1 + len(drafts))]
+        for i, parent in enumerate(parents):
+            children[parent].append(i + 1)
+        self._walk(0, self._read, out, drafts, children)
+        return out
+
+    def _walk(
+        self, node: int, index: int, out: MaskRows, drafts: Sequence[int], children: Sequence[Sequence[int]]
+    ) -> None:
+        """Row `node`, for output number `index`, and the rows below it. What a row forbids has none: never reached."""
+        row = out[node]
+        if self._free is None:
+            row[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[: row.shape[0]]
+            self._check()
+        if index < self._min_tokens and (row & ~self._ban).any():
+            row &= ~self._ban  # a grammar that leaves only the end wins over min_tokens
+        for child in children[node]:
+            token = drafts[child - 1]
+            if 0 <= token < self._owner.vocab_size and row[token // 32] >> (token % 32) & 1:
+                free = None if self._free is None else self._free.copy()
+                consumed = self._consume(token)
+                self._walk(child, index + 1, out, drafts, children)
+                if consumed and not self._matcher.rollback(consumed):
+                    raise RequestFailedError("the grammar could not go back over a draft")
+                self._free = free
+
+    def _consume(self, token: int) -> int:
+        """Read a token; how many the matcher took for it."""
+        matcher = self._matcher
+        if self._free is not None:
+            rest = self._free.feed(self._owner.piece(token))
+            if rest is None:
+                return 0
+            self._free = None
+            tokens = self._owner._vocabulary.tokenize_bytes(rest) if rest else []
+            if tokens and matcher.try_consume_tokens(tokens) != len(tokens):
+                raise RequestFailedError(f"the grammar does not allow the text right behind {self._spec.after!r}")
+            return len(tokens)
+        if matcher.is_stopped() and token in self._owner.eos_ids:
+            return 0  # with ignore_eos more of them follow
+        if not matcher.consume_token(token):
+            self._check()
+            raise RequestFailedError(f"the grammar does not allow token {token}, which was emitted")
+        return 1
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise RequestFailedError(f"the grammar failed: {_short(self._matcher.get_error())}")
+
+
+class _Until:
+    """Looks for a text in a stream of pieces."""
+
+    def __init__(self, text: bytes, tail: bytes = b"") -> None:
+        self._text, self._tail = text, tail
+
+    def copy(self) -> _Until:
+        return _Until(self._text, self._tail)
+
+    def feed(self, piece: bytes) -> bytes | None:
+        """What follows the text, without leading whitespace; None while it has not come."""
+        seen = self._tail + piece
+        at = seen.find(self._text)
+        if at >= 0:
+            return seen[at + len(self._text) :].lstrip()
+        self._tail = seen[max(0, len(seen) - len(self._text) + 1) :]
+        return None
+
+
+class _Words:
+    """The vocabulary as the library's wrapper wants it."""
+
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_id: int) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = tokens
+        self.eos_token_id, self.bos_token_id = eos_id, tokenizer.bos_id
+        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < len(tokens))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def _grammar(library: Any, spec: StructuredOutputsParams) -> str:
+    """The library's own form. Raises ValueError for text that it cannot read."""
+    matcher = library.LLMatcher
+    if spec.regex is not None:
+        text = matcher.grammar_from_regex(spec.regex)
+    elif spec.grammar is not None:
+        text = library.grammar_from("grammar", spec.grammar)
+    elif spec.choice is not None:
+        text = library.grammar_from("choice", json.dumps(spec.choice))
+    else:
+        flexible = {"whitespace_flexible": not spec.disable_any_whitespace}
+        text = matcher.grammar_from_json_schema(spec.json or '{"type": "object"}', overrides=flexible)
+    return str(text)
+
+
+def _short(error: object) -> str:
+    """One line of the library's message, without its internal state."""
+    text = str(error).split("<state>")[0]
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return " ".join(lines[:6])[:MAX_ERROR_CHARS]

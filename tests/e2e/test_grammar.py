@@ -1,0 +1,144 @@
+"""Structured output: speculative equals plain under a grammar, token for token; always an instance of the schema."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from slipstream import LLM, SamplingParams
+from tests.support.equality_cells import TREE
+from tests.support.grammar_kit import EOS, VOCAB, GrammarReference, character_models, instance, random_schema
+from tests.support.pairwise import pairwise
+from tests.support.reference import planted_oracle
+from tests.support.tree_oracle import oracle_tree
+
+FACTORS: dict[str, Any] = {
+    "drafter": ("none", "ngram", "oracle", "draft", "oracle-tree"),
+    "sampling": ("greedy", "seeded"),
+    "run_ahead": (1, 2, 8),
+    "event": ("none", "preempt", "abort", "n"),
+}
+MAX_TOKENS = 28
+
+
+@pytest.fixture(scope="module")
+def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return character_models(tmp_path_factory.mktemp("characters"))
+
+
+@pytest.fixture(scope="module")
+def reference(dirs: dict[str, Path]) -> GrammarReference:
+    llm = LLM(model=str(dirs["target"]), dtype="float64", device="cpu")
+    return GrammarReference(llm._built.model, llm.tokenizer)
+
+
+def engine(dirs: dict[str, Path], drafter: str, reference: GrammarReference, **options: Any) -> LLM:
+    oracle = planted_oracle(
+        lambda r: reference.continuation(r.prompt_token_ids, r.params, r.child), vocab=VOCAB, seed=3
+    )
+    tree = TREE if drafter == "oracle-tree" else None
+    known = {"none": None, "ngram": "ngram", "draft": str(dirs["draft"])}
+    draft: Any = {**known, "oracle": oracle, "oracle-tree": oracle_tree(oracle)}[drafter]
+    return LLM(
+        model=str(dirs["target"]), draft=draft, num_drafts=3 if draft is not None and tree is None else None,
+        draft_tree=tree, dtype="float64", device="cpu", **options,
+    )  # fmt: skip
+
+
+def law(kind: str, i: int) -> dict[str, Any]:
+    return {"temperature": 0} if kind == "greedy" else {"temperature": 0.8, "seed": 100 + i, "top_k": 40}
+
+
+SPECS: list[dict[str, Any]] = [
+    {"json": random_schema(random.Random(4))},
+    {"regex": "(ab|[0-9]{2,4}x)+ true"},
+    {"json": random_schema(random.Random(11))},
+    {"choice": ["abacus", "ab10", "true love"]},
+    {"grammar": 'root ::= "{" item ("," item)* "}"\nitem ::= [a-c] [0-9]'},
+    {"json_object": True},
+]
+
+
+@pytest.mark.parametrize("cell", pairwise(FACTORS, seed=1), ids=lambda c: "-".join(str(v) for v in c.values()))
+def test_speculative_equals_plain(cell: dict[str, Any], dirs: dict[str, Path], reference: GrammarReference) -> None:
+    rng = random.Random(str(cell))
+    n = 2 if cell["event"] == "n" else 1
+    prompts = [tuple(rng.randrange(5, VOCAB) for _ in range(rng.randrange(1, 12))) for _ in range(5)]
+    params = [
+        SamplingParams(
+            max_tokens=MAX_TOKENS, n=n, structured_outputs=SPECS[(i + rng.randrange(6)) % 6] if i % 3 < 2 else None,
+            ignore_eos=i % 3 == 2, **law(cell["sampling"], i),
+        )
+        for i in range(len(prompts))
+    ]  # fmt: skip
+    pages = {"num_pages": 9} if cell["event"] == "preempt" else {}
+    llm = engine(
+        dirs, cell["drafter"], reference, run_ahead=cell["run_ahead"], max_model_len=48, page_size=8, max_slots=8,
+        prefill_chunk=16, **pages,
+    )  # fmt: skip
+    if cell["event"] == "abort":
+        victim = llm.stream(list(prompts[0]), params[0])
+        next(victim)
+        other = llm.stream(list(prompts[1]), params[1])
+        next(other)
+        victim.close()
+        other.close()
+    outs = llm.generate([list(p) for p in prompts], params)
+    for prompt, s, out in zip(prompts, params, outs, strict=True):
+        for child, one in enumerate(out.outputs):
+            want = reference.continuation(prompt, s, child)
+            assert one.token_ids == want, s.structured_outputs
+            assert one.finish_reason == ("stop" if want[-1] == EOS and not s.ignore_eos else "length")
+    if cell["drafter"] == "oracle":
+        assert outs[0].spec.accepted + outs[1].spec.accepted > 0
+    llm.check_idle()
+
+
+@pytest.mark.parametrize(("drafter", "run_ahead"), [("oracle", 1), ("draft", 2), ("oracle-tree", 8)])
+def test_preempted_in_the_middle_of_a_grammar(
+    drafter: str, run_ahead: int, dirs: dict[str, Path], reference: GrammarReference
+) -> None:
+    """Room for one sequence and a half: whoever leaves goes on from where its grammar was."""
+    params = SamplingParams(temperature=0, max_tokens=40, structured_outputs={"regex": "([a-z]{2}[0-9]){12}!"})
+    prompts = [[5 + i, 60 - i, 40] for i in range(4)]
+    llm = engine(dirs, drafter, reference, run_ahead=run_ahead, max_model_len=48, page_size=4, num_pages=24)
+    outs = llm.generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in outs] == [reference.continuation(tuple(p), params) for p in prompts]
+    assert llm.stats()["counters"]["preemptions"] > 0
+    llm.check_idle()
+
+
+def _valid(dirs: dict[str, Path], reference: GrammarReference, schemas: int, seed: int) -> None:
+    """Random schemas through every kind of drafter and law; unseeded sampling too, by rejection."""
+    rng = random.Random(seed)
+    for drafter in ("ngram", "draft", "oracle-tree"):
+        llm = engine(dirs, drafter, reference, run_ahead=rng.choice((1, 2)), max_model_len=256)
+        given = [random_schema(rng) for _ in range(schemas)]
+        laws = [
+            ({"temperature": 0}, {"temperature": 1.5, "seed": i}, {"temperature": 1.5})[i % 3] for i in range(schemas)
+        ]
+        params = [
+            SamplingParams(
+                max_tokens=240, structured_outputs={"json": s, "disable_any_whitespace": True}, **x  # type: ignore[arg-type]
+            )
+            for s, x in zip(given, laws, strict=True)
+        ]  # fmt: skip
+        outs = llm.generate([[5 + i % 90] for i in range(schemas)], params)
+        for schema, out in zip(given, outs, strict=True):
+            assert out.outputs[0].finish_reason == "stop"
+            assert instance(out.outputs[0].text, schema), (out.outputs[0].text, schema)
+        llm.check_idle()
+
+
+def test_answers_are_instances(dirs: dict[str, Path], reference: GrammarReference) -> None:
+    _valid(dirs, reference, 8, 3)
+
+
+@pytest.mark.slow
+def test_answers_are_instances_of_a_hundred_schemas(dirs: dict[str, Path], reference: GrammarReference) -> None:
+    _valid(dirs, reference, 100, 4)

@@ -82,7 +82,12 @@ class Server:
             "created": int(time.time()),
             "model": self.name,
         }
-        shape = Shape(chat=chat, head=head, token_ids=body.return_token_ids, tokenizer=self.engine.tokenizer)
+        echoes = isinstance(body, CompletionBody) and body.echo
+        echo = await asyncio.to_thread(self._texts, prepared) if echoes else None
+        shape = Shape(
+            chat=chat, head=head, token_ids=body.return_token_ids, tokenizer=self.engine.tokenizer,
+            top=params.logprobs or 0, echo=echo, silent=body.max_tokens == 0,
+        )  # fmt: skip
         flight = self.engine.submit(prepared, request.state.request_id)
         request.state.summary = flight.summary
         if body.stream:
@@ -95,6 +100,12 @@ class Server:
 
     def _prepare(self, prompts: Sequence[Prompt], params: SamplingParams, service: Service) -> list[Prepared]:
         return [self.engine.prepare(prompt, params, service) for prompt in prompts]
+
+    def _texts(self, prepared: Sequence[Prepared]) -> list[str]:
+        """The prompt of each choice."""
+        decode = self.engine.tokenizer.decode
+        texts = [decode(p.ids, skip_special_tokens=False) if p.text is None else p.text for p in prepared]
+        return [text for text, p in zip(texts, prepared, strict=True) for _ in range(p.params.n)]
 
     def _conversation(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
         return self.engine.tokenizer.apply_chat_template(

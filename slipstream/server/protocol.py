@@ -22,8 +22,8 @@ NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,), "chat_template": (),
     "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,), "function_call": ("none",),
     "functions": ([],), "guided_choice": (), "guided_decoding": (), "guided_grammar": (), "guided_json": (),
-    "guided_regex": (), "logits_processors": ([],), "logprobs": (False,), "modalities": (["text"],), "prediction": (),
-    "prompt_embeds": (), "prompt_logprobs": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
+    "guided_regex": (), "logits_processors": ([],), "modalities": (["text"],), "prediction": (),
+    "prompt_embeds": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"), "store": (False,), "structured_outputs": (), "suffix": ("",),
     "tool_choice": ("none",), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (),
     "web_search_options": (),
@@ -51,6 +51,7 @@ class _Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[str, float] = {}
+    prompt_logprobs: int | None = None
     n: int = 1
     stop: str | Annotated[list[Annotated[str, Meta(max_length=MAX_STOP_CHARS)]], Meta(max_length=16)] = []
     stop_token_ids: Annotated[list[int], Meta(max_length=1024)] = []
@@ -68,9 +69,12 @@ class _Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
 
 
-class CompletionBody(_Sampling):
-    """prompt: text, token ids, or a list of either."""
+class CompletionBody(_Sampling, kw_only=True):
+    """prompt: text, token ids, or a list of either. echo: the prompt stands before the answer, with its
+    log-probabilities where logprobs are asked for; max_tokens may then be 0."""
 
+    logprobs: int | bool | None = None
+    echo: bool = False
     prompt: str | Annotated[list[str | int | Annotated[list[int], Meta(max_length=MAX_IDS)]], Meta(max_length=MAX_IDS)]
 
     def prompts(self) -> list[str | list[int]]:
@@ -117,6 +121,8 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 class ChatBody(_Sampling):
     messages: Messages
+    logprobs: bool = False
+    top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
 
@@ -188,10 +194,28 @@ def sampling(body: _Sampling, defaults: SamplingParams, max_tokens: int | None) 
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     if any(len(s) > MAX_STOP_CHARS for s in stop):
         raise InvalidRequestError(f"stop has a string of more than {MAX_STOP_CHARS} characters")
+    logprobs, of_prompt = _logprobs(body), body.prompt_logprobs
+    if isinstance(body, CompletionBody) and body.echo:
+        of_prompt = logprobs if of_prompt is None else of_prompt
+        max_tokens = 1 if max_tokens == 0 and not body.stream else max_tokens
+    if body.stream and of_prompt is not None:
+        raise InvalidRequestError("prompt_logprobs, or echo with logprobs, needs stream=false")
     return replace(
-        defaults, n=body.n, stop=tuple(stop), stop_token_ids=tuple(body.stop_token_ids), max_tokens=max_tokens,
-        min_tokens=body.min_tokens, ignore_eos=body.ignore_eos, skip_special_tokens=body.skip_special_tokens,
-        include_stop_str_in_output=body.include_stop_str_in_output, presence_penalty=body.presence_penalty,
-        frequency_penalty=body.frequency_penalty, repetition_penalty=body.repetition_penalty,
-        logit_bias=body.logit_bias, **chosen,
+        defaults, logprobs=logprobs, prompt_logprobs=of_prompt, n=body.n, stop=tuple(stop), max_tokens=max_tokens,
+        stop_token_ids=tuple(body.stop_token_ids), min_tokens=body.min_tokens, ignore_eos=body.ignore_eos,
+        skip_special_tokens=body.skip_special_tokens, include_stop_str_in_output=body.include_stop_str_in_output,
+        presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty, logit_bias=body.logit_bias, **chosen,
     )  # fmt: skip
+
+
+def _logprobs(body: _Sampling) -> int | None:
+    """Alternatives per output token; None: no log-probabilities."""
+    if isinstance(body, CompletionBody):
+        return None if body.logprobs is False else body.logprobs
+    assert isinstance(body, ChatBody)
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise InvalidRequestError(f"top_logprobs={body.top_logprobs} needs logprobs=true")
+    return None

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.outputs import RequestOutput, StreamChunk
+from slipstream.outputs import CompletionOutput, RequestOutput, StreamChunk
+from slipstream.server import logprobs
 from slipstream.text import Tokenizer
 from slipstream.text.detokenizer import IncrementalDetokenizer
 from slipstream.types import Round, SpecStats
@@ -49,10 +50,17 @@ class Shape:
 
     token_ids: with the ids; chunks then have the text that each token adds (no stop string holds it back), and how many
     of their first tokens came from accepted drafts.
+    echo: the choices' prompts as text, to stand before the answers; None: they do not. silent: the answers themselves
+    are left out (max_tokens=0). top: alternatives in a chat's log-probabilities.
     """
 
-    def __init__(self, *, chat: bool, head: dict[str, Any], token_ids: bool, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, *, chat: bool, head: dict[str, Any], token_ids: bool, tokenizer: Tokenizer, top: int = 0,
+        echo: Sequence[str] | None = None, silent: bool = False,
+    ) -> None:  # fmt: skip
         self.chat = chat
+        self.echo, self._silent, self._top = echo, silent, top
+        self._offsets: Counter[int] = Counter()
         self._head = {**head, "object": "chat.completion" if chat else "text_completion"}
         self._chunk_head = {**head, "object": "chat.completion.chunk" if chat else "text_completion"}
         self._token_ids = token_ids
@@ -61,18 +69,45 @@ class Shape:
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices: list[dict[str, Any]] = []
-        for output in outputs:
+        of_prompts = [o.prompt_logprobs and logprobs.prompt(o.prompt_logprobs) for o in outputs]
+        for output, of_prompt in zip(outputs, of_prompts, strict=True):
             for out in output.outputs:
+                if self._silent:
+                    self._silence(out)
                 choice: dict[str, Any] = {"index": len(choices), "logprobs": None, "finish_reason": out.finish_reason}
+                if out.logprobs is not None:
+                    choice["logprobs"] = self._logprobs(output, out)
                 if self.chat:
                     choice["message"] = {"role": "assistant", "content": out.text, "refusal": None}
                 else:
-                    choice["text"] = out.text
+                    choice["text"] = ("" if self.echo is None else self.echo[len(choices)]) + out.text
+                    if of_prompt is not None:
+                        choice["prompt_logprobs"] = of_prompt
                 if self._token_ids:
                     choice["token_ids"] = out.token_ids
                     choice["prompt_token_ids"] = output.prompt_token_ids
                 choices.append(choice)
-        return {**self._head, "choices": choices, "usage": usage(outputs)}
+        extra = {"prompt_logprobs": of_prompts[0]} if self.chat and of_prompts[0] is not None else {}
+        return {**self._head, "choices": choices, "usage": usage(outputs), **extra}
+
+    def _silence(self, out: CompletionOutput) -> None:
+        out.text, out.token_ids, out.finish_reason = "", [], "length"
+        out.logprobs = None if out.logprobs is None else []
+
+    def _logprobs(self, output: RequestOutput, out: CompletionOutput) -> dict[str, Any]:
+        assert out.logprobs is not None
+        if self.chat:
+            return logprobs.chat(out.token_ids, out.logprobs, self._tokenizer, self._top)
+        tokens, entries = list(out.token_ids), [*out.logprobs]
+        if self.echo is not None and output.prompt_logprobs is not None:
+            of_prompt = [*output.prompt_logprobs, *entries]
+            return logprobs.completion([*output.prompt_token_ids, *tokens], of_prompt, self._tokenizer, 0)
+        return logprobs.completion(tokens, entries, self._tokenizer, 0)
+
+    def said(self, index: int) -> dict[str, Any]:
+        """The first chunk of a choice that echoes its prompt."""
+        assert self.echo is not None
+        return self._one({"index": index, "text": self.echo[index], "logprobs": None, "finish_reason": None})
 
     def role(self, index: int) -> dict[str, Any]:
         """The first chunk of a chat choice."""
@@ -80,7 +115,7 @@ class Shape:
 
     def piece(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
         """None for a chunk that shows nothing (its text is still held back)."""
-        if not chunk.text and chunk.finish_reason is None and not self._token_ids:
+        if not chunk.text and chunk.finish_reason is None and not self._token_ids and not chunk.logprobs:
             return None
         choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": chunk.finish_reason}
         if self.chat:
@@ -91,6 +126,12 @@ class Shape:
             choice["token_ids"] = chunk.token_ids
             choice["token_texts"] = self._token_texts(index, chunk.token_ids)
             choice["accepted_tokens"] = chunk.accepted
+        if chunk.logprobs is not None and self.chat:
+            choice["logprobs"] = logprobs.chat(chunk.token_ids, chunk.logprobs, self._tokenizer, self._top)
+        elif chunk.logprobs is not None:
+            of = logprobs.completion(chunk.token_ids, chunk.logprobs, self._tokenizer, self._offsets[index])
+            self._offsets[index] += sum(len(name) for name in of["tokens"])
+            choice["logprobs"] = of
         return self._one(choice)
 
     def _token_texts(self, index: int, token_ids: Sequence[int]) -> list[str]:

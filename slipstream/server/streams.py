@@ -82,6 +82,9 @@ class EventStream(Response):
         if self._shape.chat:
             for index in range(choices):
                 yield _event(self._shape.role(index))
+        if self._shape.echo is not None:
+            for index in range(choices):
+                yield _event(self._shape.said(index))
         try:
             async for index, chunk in self._flight:
                 if chunk.finish_reason == "error":

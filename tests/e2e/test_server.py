@@ -140,8 +140,8 @@ def test_openai_client_chat(client: Any, llm: LLM, models: dict[str, str]) -> No
         texts[choice.index] += choice.delta.content or ""
         reasons += [choice.finish_reason] if choice.finish_reason else []
     assert texts == [o.text for o in want.outputs] and reasons == ["length"] * 2
-    with pytest.raises(openai.BadRequestError, match="logprobs is not supported"):
-        client.chat.completions.create(**fields, logprobs=True)
+    with pytest.raises(openai.BadRequestError, match="top_logprobs=3 needs logprobs=true"):
+        client.chat.completions.create(**fields, top_logprobs=3)
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.chat.completions.create(**{**fields, "model": "gpt"})
 
@@ -234,8 +234,11 @@ HOSTILE: list[tuple[bytes, str]] = [
     (b'{"prompt": "w5", "stream_options": {}}', "stream_options"),
     (b'{"prompt": "w5", "stream": true, "stream_options": {"x": 1}}', "stream_options"),
     (b'{"prompt": "w5", "nope": 1}', "unknown field 'nope'"),
-    (b'{"prompt": "w5", "logprobs": 3}', "logprobs is not supported"),
-    (b'{"prompt": "w5", "logprobs": 0}', "logprobs is not supported"),
+    (b'{"prompt": "w5", "logprobs": 21}', "logprobs=21 must be between 0 and 20"),
+    (b'{"prompt": "w5", "logprobs": true}', "logprobs=True"),
+    (b'{"prompt": "w5", "prompt_logprobs": 2, "stream": true}', "needs stream=false"),
+    (b'{"prompt": "w5", "echo": true, "logprobs": 0, "stream": true}', "needs stream=false"),
+    (b'{"prompt": "w5", "echo": true, "max_tokens": 0, "stream": true}', "max_tokens=0"),
     (b'{"prompt": "w5", "presence_penalty": 2.5}', "presence_penalty=2.5 must be at least -2 and at most 2"),
     (b'{"prompt": "w5", "frequency_penalty": "x"}', "frequency_penalty"),
     (b'{"prompt": "w5", "repetition_penalty": 0}', "repetition_penalty=0.0 must be above 0"),
@@ -271,6 +274,10 @@ def test_a_bad_body_is_named(server: RunningServer, body: bytes, says: str) -> N
         ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools is not supported"),
         ({"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens=4"),
         ({"messages": CHAT, "prompt": "x"}, "unknown field 'prompt'"),
+        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs=2 needs logprobs=true"),
+        ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "logprobs=21"),
+        ({"messages": CHAT, "logprobs": 3}, "logprobs"),
+        ({"messages": CHAT, "echo": True}, "echo is not supported"),
     ],
 )
 def test_a_bad_conversation_is_named(server: RunningServer, body: dict[str, Any], says: str) -> None:

@@ -57,6 +57,10 @@ def info(event: str, **fields: Any) -> None:
     _log.info(event, extra={"fields": fields})
 
 
+def warning(event: str, **fields: Any) -> None:
+    _log.warning(event, extra={"fields": fields})
+
+
 def error(event: str, *, trace: bool = False, **fields: Any) -> None:
     """trace: with the traceback of the exception that is being handled."""
     _log.error(event, exc_info=trace, extra={"fields": fields})

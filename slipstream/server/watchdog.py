@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
+import time
 
+from slipstream.errors import EngineDeadError
 from slipstream.server import logs
 from slipstream.server.engine_client import EngineClient
 
 STDERR = 2
 TURN_SECONDS = 1.0
+DRAFT_SECONDS = 30.0
+"""Between two looks at the draft statistics."""
+FEW_ACCEPTED = 0.01
+ENOUGH_DRAFTS = 1000
 
 
 class Watchdog:
@@ -19,14 +26,22 @@ class Watchdog:
         self.engine = engine
         self.seconds = seconds
         self.stalled = False
+        self._drafts = (0, 0)
+        self._few = False
 
     async def run(self) -> None:
         """Until cancelled. An event loop that stands still cannot log: a thread writes its stacks to stderr."""
+        looked = time.monotonic()
         try:
             while True:
                 faulthandler.dump_traceback_later(self.seconds + TURN_SECONDS, repeat=True, file=STDERR)
                 await asyncio.sleep(min(TURN_SECONDS, self.seconds / 4))
                 await self.look()
+                if time.monotonic() - looked > DRAFT_SECONDS and self.engine.dead is None:
+                    looked = time.monotonic()
+                    with contextlib.suppress(EngineDeadError, TimeoutError):
+                        spec = (await self.engine.stats())["spec"]
+                        self.look_at_drafts(spec["drafted"], spec["accepted"])
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -43,3 +58,17 @@ class Watchdog:
             self.stalled = False
             if self.engine.dead is None:
                 logs.info("the engine makes progress again")
+
+    def look_at_drafts(self, drafted: int, accepted: int) -> None:
+        """Totals since the start. Drafts that hardly ever hold cost time and give nothing: a wrong head, or a wrong
+        format of one. Told once, until some are accepted again."""
+        new, held = drafted - self._drafts[0], accepted - self._drafts[1]
+        if new < ENOUGH_DRAFTS:
+            return
+        self._drafts = (drafted, accepted)
+        few = held < FEW_ACCEPTED * new
+        if few and not self._few:
+            logs.warning(
+                "hardly any drafts are accepted: does the draft belong to the model?", drafted=new, accepted=held
+            )
+        self._few = few

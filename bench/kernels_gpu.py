@@ -12,6 +12,7 @@ operations in a graph, for products the library's product. One JSON line per cas
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import sys
@@ -179,6 +180,37 @@ Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 """Op, a launch of it, and its baseline."""
 
 
+def request_cases(rows: Rows) -> Iterator[Case]:
+    """What only some requests ask for; here every slot does."""
+    from slipstream.kernels import adjust, logprobs
+    from slipstream.logprobs import TOKEN_COLUMNS
+    from tests.support.frame_kernel_cases import random_state
+
+    slots, width = rows.count // rows.per_slot, rows.per_slot
+    state = random_state(slots, max(1, width - 1), vocab=VOCAB, columns=1024).copy("cuda")
+    logits = torch.randn(rows.count, VOCAB, device="cuda")
+    cell_R = state.committed[rows.slot_R] + torch.arange(rows.count, device="cuda") % width
+    tally_SV = torch.randint(0, 3, (slots + 1, VOCAB), dtype=torch.int32, device="cuda")
+    some = torch.full((slots + 1,), 0.5, dtype=torch.float64, device="cuda")
+    penalties = (some, some, some)
+    count = torch.full_like(state.key, 300)
+    ids = torch.arange(300, device="cuda").repeat(slots + 1, 1) * 17
+    at = (rows.slot_R, cell_R, state.committed, state.pending, None, tally_SV)
+    adjusted = (logits, *at, *penalties, count, ids, ids.double() * 1e-4, True, True)
+    yield "adjust_rows", lambda: adjust.adjust_rows(*adjusted), lambda: adjust.adjust_rows._init_fn(*adjusted)
+    slot_B = torch.arange(1, slots + 1, device="cuda")
+    known = (tally_SV, slot_B, *penalties, state.history, state.committed // 2, state.committed)
+    yield "recount_slots", lambda: adjust.recount_slots(*known), lambda: adjust.recount_slots._init_fn(*known)
+    record = torch.ones(slots, 6 + width, dtype=torch.int64, device="cuda")
+    said = (tally_SV, slot_B, *penalties, record, 6)
+    yield "count_tokens", lambda: adjust.count_tokens(*said), lambda: adjust.count_tokens._init_fn(*said)
+    table = torch.zeros(rows.count, TOKEN_COLUMNS, dtype=torch.int64, device="cuda")
+    row_R = torch.arange(rows.count, device="cuda")
+    asked = (table, 0, logits, row_R, row_R, torch.full_like(row_R, 6))
+    op = logprobs.token_logprobs
+    yield "token_logprobs", lambda: op(*asked), lambda: op._init_fn(*asked)
+
+
 def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
     """Every op of the registry once, on `shape` and the rows."""
     from slipstream.kernels import attention, draft, frame, gemm, norm, prefill, rope, sample
@@ -306,7 +338,8 @@ def main() -> int:
             del model
             torch.cuda.empty_cache()
             for slots, per_slot in shapes_of(args.kernel_rows):
-                for op, ours, baseline in kernel_cases(Rows(slots, per_slot, args.context), SHAPES[name]):
+                at = Rows(slots, per_slot, args.context)
+                for op, ours, baseline in itertools.chain(kernel_cases(at, SHAPES[name]), request_cases(at)):
                     seen.add(op)
                     times = {"us": round(kernel_us(ours), 2), "torch_us": round(kernel_us(baseline), 2)}
                     report({"kernel": op, "model": name, "slots": slots, "per_slot": per_slot, **times})

@@ -88,3 +88,45 @@ def _(
     record_BC: Tensor, first: int,
 ) -> None:  # fmt: skip
     return None
+
+
+@adjust_rows.register_kernel("cuda")
+def _(
+    logits_RV: Tensor, slot_R: Tensor, cell_R: Tensor, committed_S: Tensor, pending_SW: Tensor, seen_SW: Tensor | None,
+    tally_SV: Tensor, repetition_S: Tensor, presence_S: Tensor, frequency_S: Tensor, bias_count_S: Tensor,
+    bias_id_SN: Tensor, bias_value_SN: Tensor, penalties: bool, biases: bool,
+) -> Tensor:  # fmt: skip
+    from slipstream.kernels.jit import adjust
+
+    assert logits_RV.dtype == torch.float32, f"logits are float32 here, not {logits_RV.dtype}"
+    out_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
+    adjust.launch_adjust_rows(
+        logits_RV.contiguous(), out_RV, slot_R.contiguous(), cell_R.contiguous(), committed_S, pending_SW, seen_SW,
+        tally_SV, repetition_S, presence_S, frequency_S, bias_count_S, bias_id_SN, bias_value_SN, penalties=penalties,
+        biases=biases,
+    )  # fmt: skip
+    return out_RV
+
+
+@recount_slots.register_kernel("cuda")
+def _(
+    tally_SV: Tensor, slot_B: Tensor, repetition_S: Tensor, presence_S: Tensor, frequency_S: Tensor,
+    history_SL: Tensor, prompt_len_S: Tensor, committed_S: Tensor,
+) -> None:  # fmt: skip
+    from slipstream.kernels.jit import adjust
+
+    adjust.launch_recount_slots(
+        tally_SV, slot_B.contiguous(), repetition_S, presence_S, frequency_S, history_SL, prompt_len_S, committed_S
+    )
+
+
+@count_tokens.register_kernel("cuda")
+def _(
+    tally_SV: Tensor, slot_B: Tensor, repetition_S: Tensor, presence_S: Tensor, frequency_S: Tensor,
+    record_BC: Tensor, first: int,
+) -> None:  # fmt: skip
+    from slipstream.kernels.jit import adjust
+
+    adjust.launch_count_tokens(
+        tally_SV, slot_B.contiguous(), repetition_S, presence_S, frequency_S, record_BC.contiguous(), first=first
+    )

@@ -35,3 +35,12 @@ def token_logprobs(
 @token_logprobs.register_fake
 def _(table_NC: Tensor, first: int, logits_RV: Tensor, row_M: Tensor, token_M: Tensor, wanted_M: Tensor) -> None:
     return None
+
+
+@token_logprobs.register_kernel("cuda")
+def _(table_NC: Tensor, first: int, logits_RV: Tensor, row_M: Tensor, token_M: Tensor, wanted_M: Tensor) -> None:
+    from slipstream.kernels.jit import logprobs
+
+    logprobs.launch_token_logprobs(
+        table_NC, first, logits_RV.contiguous(), row_M.contiguous(), token_M.contiguous(), wanted_M.contiguous()
+    )

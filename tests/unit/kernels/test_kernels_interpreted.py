@@ -17,7 +17,12 @@ HERE = Path(__file__).resolve()
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU tests run the compiled kernels")
 @pytest.mark.parametrize(
     ("cases", "least"),
-    [("interpreted_cases.py", 20), ("frame_interpreted_cases.py", 20), ("sample_interpreted_cases.py", 13)],
+    [
+        ("interpreted_cases.py", 20),
+        ("frame_interpreted_cases.py", 20),
+        ("sample_interpreted_cases.py", 13),
+        ("adjust_interpreted_cases.py", 8),
+    ],
 )
 def test_kernels_in_the_interpreter(cases: str, least: int) -> None:
     pytest.importorskip("triton", reason="Triton is not installed (dev: pip install --no-deps 'triton>=3.9')")

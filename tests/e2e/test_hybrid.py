@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ from safetensors.torch import load_file
 
 from slipstream import LLM, SamplingParams
 from slipstream.attention.delta import DeltaFrame
+from slipstream.engine.adaptive import Adaptive
 from slipstream.errors import UnsupportedError
 from slipstream.kernels import delta as delta_ops
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.equality_cells import FACTORS, TREE, run_cell
-from tests.support.kit import tiny_model_dir
+from tests.support.kit import VOCAB, tiny_model_dir
+from tests.support.mtp import add_mtp
 from tests.support.pairwise import pairwise
 from tests.support.reference import DenseReference, planted_oracle
 
-DRAFTERS = ("none", "ngram", "suffix", "oracle", "draft-bad", "eagle3", "dflash", "dspark")
+DRAFTERS = ("none", "ngram", "suffix", "oracle", "draft-bad", "eagle3", "dflash", "dspark", "mtp")
 PAIRS = pairwise({**FACTORS, "drafter": DRAFTERS, "batch": (1, 4), "prefix": ("miss",)}, seed=3)
 CELLS = [pytest.param(cell, marks=() if i < 12 else pytest.mark.slow) for i, cell in enumerate(PAIRS)]
 
@@ -28,9 +31,10 @@ CELLS = [pytest.param(cell, marks=() if i < 12 else pytest.mark.slow) for i, cel
 @pytest.fixture(scope="module")
 def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("hybrid")
-    target = tiny_model_dir(root / "target", seed=1, layers=3, arch="qwen3_5_text")
+    target = add_mtp(tiny_model_dir(root / "target", seed=1, layers=3, arch="qwen3_5_text"))
     return {
         "target": target,
+        "mtp": Path("mtp"),
         "draft-bad": tiny_model_dir(root / "bad", seed=9, layers=1),
         "eagle3": write_eagle3(root / "eagle3", target, draft_vocab=24),
         "dflash": write_block_draft(root / "dflash", target, "dflash"),
@@ -80,13 +84,14 @@ def test_a_fault_in_the_state_changes_the_output(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "oracle"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "oracle", "mtp"])
 def test_golden_continuation(golden_dir: Path, dtype: str, drafter: str) -> None:
     folder = golden_dir / "target_qwen3_5"
     expected = load_file(folder / "expected.safetensors")
     prompt, greedy = expected["prompt_ids"].tolist(), expected["greedy_ids"].tolist()
     draft: dict[str, Any] = {
         "none": {},
+        "mtp": {"draft": "mtp"},
         "ngram": {"draft": "ngram", "num_drafts": 3, "draft_options": {"min_n": 1, "gate": False}},
         "oracle": {"draft": planted_oracle(lambda r: greedy, vocab=256, seed=1), "num_drafts": 3},
     }[drafter]
@@ -94,6 +99,32 @@ def test_golden_continuation(golden_dir: Path, dtype: str, drafter: str) -> None
     with LLM(model=str(folder), dtype=dtype, prefill_chunk=7, max_model_len=64, **draft) as llm:
         out = llm.generate([prompt, prompt[:-1], prompt], params)
         assert [out[i].outputs[0].token_ids for i in (0, 2)] == [greedy] * 2
+        llm.check_idle()
+
+
+@pytest.mark.parametrize(("adaptive", "sampling"), [(False, "seeded"), (True, "greedy"), (True, "seeded")])
+def test_a_prediction_head_comes_and_goes(
+    dirs: dict[str, Path], reference: DenseReference, adaptive: bool, sampling: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers of drafts per request, and per frame at random: its cache catches up, the states stay right."""
+    rng = random.Random(sampling)
+    monkeypatch.setattr(Adaptive, "choose", lambda self, slots: rng.choice(self.modes))
+    prompts = [tuple(rng.randrange(VOCAB) for _ in range(5 + 9 * i)) for i in range(4)]
+    law: dict[str, Any] = {"temperature": 0} if sampling == "greedy" else {"temperature": 0.8, "seed": 7}
+    params = [
+        SamplingParams(max_tokens=30 + 5 * i, ignore_eos=True, speculative=k, **law)
+        for i, k in enumerate(("off", None, 1, 2))
+    ]
+    with LLM(
+        str(dirs["target"]), dtype="float64", draft="mtp", num_drafts=3, adaptive=adaptive, run_ahead=2, page_size=4,
+        max_slots=3, max_model_len=96,
+    ) as llm:  # fmt: skip
+        outs = llm.generate([list(p) for p in prompts], params)
+        for prompt, p, out in zip(prompts, params, outs, strict=True):
+            assert out.outputs[0].token_ids == reference.continuation(prompt, p)
+        assert outs[0].spec.drafted == 0 < outs[1].spec.drafted
+        frames = llm.stats()["drafts"]["frames"]
+        assert set(frames) == (set(llm._built.engine_config.draft_modes) if adaptive else {3})
         llm.check_idle()
 
 

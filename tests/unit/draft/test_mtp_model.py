@@ -23,10 +23,11 @@ from tests.support.kit import tiny_model_dir
 from tests.support.mtp import MTPFormula, add_mtp, mtp_tensors, write_mtp
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_5_text"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose checkpoint holds a head; grouped heads, with and without norms on them."""
-    return add_mtp(tiny_model_dir(tmp_path_factory.mktemp("mtp") / "target", seed=1, arch=request.param), seed=3)
+    """A model whose checkpoint holds a head; with and without norms on q and k, and one with recurrent layers."""
+    folder = tmp_path_factory.mktemp("mtp") / "target"
+    return add_mtp(tiny_model_dir(folder, seed=1, arch=request.param, layers=3), seed=3)
 
 
 def formula_of(folder: Path) -> tuple[MTPFormula, Any]:

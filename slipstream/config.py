@@ -235,7 +235,7 @@ class LLMConfig:
             raise ConfigError(f'num_drafts={self.num_drafts} needs a draft; give draft="ngram" or a draft model')
         if self.draft_tree is not None:
             if self.draft is None or self.draft == "none":
-                raise ConfigError(f"draft_tree={self.draft_tree!r} needs a draft: the path of an EAGLE-3 head")
+                raise ConfigError(f"draft_tree={self.draft_tree!r} needs a draft: an EAGLE-3 or MTP head")
             if self.num_drafts is not None:
                 raise ConfigError(
                     f"num_drafts={self.num_drafts} and draft_tree={self.draft_tree!r}: a tree has total - 1 drafts, "

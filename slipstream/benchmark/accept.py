@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompts", metavar="FILE", required=True, help='JSON lines with "prompt" or "turns", and perhaps "category"')
     add("--model", metavar="M", help="directory, GGUF file or hub id (default: SmolLM2-135M-Instruct)")
-    add("--draft", metavar="D", required=True, help='"ngram", or the path of a draft')
+    add("--draft", metavar="D", required=True, help='"ngram", "suffix", "mtp" or the path of a draft')
     add("--num-drafts", type=int, metavar="K", help="drafts per round")
     add("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
     add("--max-prompts", type=int, metavar="N", help="at most N prompts, taken evenly from the file")

@@ -57,8 +57,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft",
         metavar="D",
-        help='"ngram", "suffix", or a draft (folder or hub id): an EAGLE-3, DFlash or DSpark head for the model, or a '
-        "smaller model with the same vocabulary (default: none)",
+        help='"ngram", "suffix", "mtp" (the prediction head in the model\'s own checkpoint), or a draft (folder or hub '
+        "id): an EAGLE-3, MTP, DFlash or DSpark head for the model, or a smaller model with the same vocabulary (default: "
+        "none)",
     )
     group.add_argument("--num-drafts", type=int, metavar="K", help=f"drafts per round, at most {MAX_DRAFTS}")
     group.add_argument("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
@@ -143,13 +144,13 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     if not 0 <= drafts <= MAX_DRAFTS:
         raise ConfigError(f"--num-drafts {drafts} must be between 0 and {MAX_DRAFTS}")
     if "draft_tree" in chosen and "draft" not in chosen:
-        raise ConfigError("--draft-tree needs a drafter; add --draft with the path of an EAGLE-3 head")
+        raise ConfigError("--draft-tree needs a drafter; add --draft with an EAGLE-3 or MTP head")
     if "draft_tree" in chosen:
         chosen["draft_tree"] = tree_values(chosen["draft_tree"])
     if drafts and "draft" not in chosen:
-        raise ConfigError(f"--num-drafts {drafts} needs a drafter; add --draft ngram, --draft suffix or --draft PATH")
+        raise ConfigError(f"--num-drafts {drafts} needs a drafter; add --draft ngram, suffix, mtp or PATH")
     if chosen.get("adaptive") and "draft" not in chosen:
-        raise ConfigError("--adaptive needs a drafter; add --draft ngram, --draft suffix or --draft PATH")
+        raise ConfigError("--adaptive needs a drafter; add --draft ngram, suffix, mtp or PATH")
     for name in ("max_model_len", "run_ahead", "threads"):
         if chosen.get(name, 1) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {chosen[name]} must be at least 1")

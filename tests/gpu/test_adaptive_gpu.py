@@ -16,6 +16,7 @@ from slipstream.engine.adaptive import Adaptive
 from slipstream.errors import ConfigError
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
+from tests.support.mtp import add_mtp
 from tests.support.tiny import write_tiny_checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -38,7 +39,7 @@ def exact_float32() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    target = write_tiny_checkpoint(root / "target", "llama", seed=1, **BIG)
+    target = add_mtp(write_tiny_checkpoint(root / "target", "llama", seed=1, **BIG))
     return {
         "target": target, "itself": target, "eagle3": write_eagle3(root / "eagle3", target, draft_vocab=24),
         "dspark": write_block_draft(root / "dspark", target, "dspark", head="gated"),
@@ -54,7 +55,7 @@ def build(dirs: dict[str, Path], draft: str | None, **options: Any) -> LLM:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("draft", ["ngram", "suffix", "itself", "eagle3", "dspark"])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "itself", "eagle3", "dspark", "mtp"])
 @pytest.mark.parametrize("run_ahead", [1, 2, 8])
 @pytest.mark.parametrize("sampling", list(SAMPLING))
 def test_tokens_do_not_depend_on_what_is_chosen(
@@ -90,7 +91,7 @@ def test_the_target_as_its_own_draft_stays_right(
         assert accepted > 0.99 * drafted > 100
 
 
-@pytest.mark.parametrize("draft", ["ngram", "suffix", "itself", "eagle3"])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "itself", "eagle3", "mtp"])
 def test_switching_never_waits(dirs: dict[str, Path], draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice as the engine makes it, then one that jumps: no finding under the watch in either."""
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)

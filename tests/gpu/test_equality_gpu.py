@@ -22,8 +22,8 @@ pytestmark = pytest.mark.gpu
 CELLS = pairwise({**FACTORS, "shapes": ("buckets", "padded", "default"), "graphs": (True, False)}, seed=11)
 POISONED = pairwise(
     {
-        "drafter": ("none", "ngram", "suffix", "draft-good", "dspark", "eagle3"), "event": ("abort", "preempt", "stop"),
-        "run_ahead": (1, 2, 8),
+        "drafter": ("none", "ngram", "suffix", "draft-good", "dspark", "eagle3", "mtp"),
+        "event": ("abort", "preempt", "stop"), "run_ahead": (1, 2, 8),
         "sampling": ("greedy", "mixed"), "graphs": (True, False), "shapes": ("buckets", "padded"),
     },
     seed=5,

@@ -45,7 +45,7 @@ class LLM:
 
     model: a directory, a GGUF file, a hub id, or None for the default model. draft: None, "ngram", "suffix", "mtp" (the
     head in the model's checkpoint) or the path of a draft (recognised by its config); num_drafts: drafts per frame and
-    slot (default 3). draft_tree: dict(topk=, levels=, total=), a tree of drafts instead of a chain, for EAGLE-3 and MTP.
+    slot (default 3). draft_tree: dict(topk=, levels=, total=), a tree of drafts instead of a chain (EAGLE-3, MTP).
     device: "auto", "cpu" or "cuda"; dtype: "auto", "float32", "float64" or "bfloat16"; run_ahead: frames the host may
     queue before it reads a result; adaptive: draft only as much as pays (`stats()["drafts"]` shows how much). Unknown
     options are errors.

@@ -58,8 +58,8 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         "--draft",
         metavar="D",
         help='"ngram", "suffix", "mtp" (the prediction head in the model\'s own checkpoint), or a draft (folder or hub '
-        "id): an EAGLE-3, MTP, DFlash or DSpark head for the model, or a smaller model with the same vocabulary (default: "
-        "none)",
+        "id): an EAGLE-3, MTP, DFlash or DSpark head for the model, or a smaller model with the same vocabulary "
+        "(default: none)",
     )
     group.add_argument("--num-drafts", type=int, metavar="K", help=f"drafts per round, at most {MAX_DRAFTS}")
     group.add_argument("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)

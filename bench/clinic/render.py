@@ -56,8 +56,8 @@ def markdown(result: dict[str, Any], source: str) -> str:
     lines += [
         "",
         f"The first {len(engine)} rows are this engine ({', '.join(notes)}), batch {result['batch']}, with a pause of "
-        "20 ms every 50 frames and 8 frames of run-ahead; the others a small eager decode loop, paused for four steps "
-        "every 50. All cases: [bench/clinic](bench/clinic).",
+        "20 ms every 50 frames and 8 frames of run-ahead; the others a small decode loop around captured layers, "
+        "paused for four steps every 50. All cases: [bench/clinic](bench/clinic).",
     ]
     return "\n".join(lines)
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
     if args.max_prompts is not None and args.max_prompts < 1:
         raise ConfigError(f"--max-prompts {args.max_prompts} must be at least 1")
     prompts = read_prompts(Path(args.prompts), args.max_prompts)
+    if args.plot and find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: pip install 'slipstream[bench]'")
     if args.plot and not Path(args.plot).absolute().parent.is_dir():
         raise ConfigError(f"--plot {args.plot!r}: its folder does not exist")
     rows, left_out = measure(args, prompts)
@@ -214,12 +217,10 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Conditional acceptance by position, a line per category. Raises ConfigError that names the extra."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'slipstream[bench]'") from None
+    """Conditional acceptance by position, a line per category."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -92,9 +92,10 @@ def _run(kind: str, args: Any) -> int:
     import torch
 
     from slipstream.train import loop
-    from slipstream.train.plot import plot
+    from slipstream.train.plot import check, plot
     from slipstream.train.teacher import Teacher
 
+    check()
     device, out = _place(args)
     options = loop.TrainOptions(
         steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed, checkpoint_every=args.checkpoint_every,

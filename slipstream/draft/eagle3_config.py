@@ -58,10 +58,17 @@ def parse_eagle3(values: Mapping[str, Any], target: ModelConfig) -> Eagle3Config
         taps=tap_layers(values, target.num_layers),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocab,
-        norm_before_residual=bool(values.get("norm_before_residual", False)),
+        norm_before_residual=_flag(values, "norm_before_residual"),
         # SpecForge writes the same key for the norm before the head, which every head has.
-        feeds_norm=speculators and bool(values.get("norm_output", False)),
+        feeds_norm=speculators and _flag(values, "norm_output"),
     )
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    value = values.get(key)
+    if value is not None and type(value) is not bool:
+        raise ModelLoadError(f"{key}={value!r} must be true or false")
+    return bool(value)
 
 
 def tap_layers(values: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

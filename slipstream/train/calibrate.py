@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.train.corpus import Corpus
+from slipstream.train.corpus import Corpus, write_text
 from slipstream.train.dspark import DSparkHead
 from slipstream.train.teacher import Teacher
 
@@ -48,7 +48,7 @@ class Calibration:
             "ece_before": list(self.ece_before),
             "ece_after": list(self.ece_after),
         }
-        path.write_text(json.dumps(values, indent=2) + "\n")
+        write_text(json.dumps(values, indent=2) + "\n", path)
 
 
 def fit_temperatures(logit_NK: Tensor, accepted_N: Tensor) -> Calibration:

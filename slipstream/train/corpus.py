@@ -112,6 +112,17 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str,
         raise OSError(errno.EIO, f"{path}: {error}") from None
 
 
+def write_text(text: str, path: Path) -> None:
+    """A small file that is whole, or as it was before. Raises OSError where it cannot be written."""
+    new = path.with_name(path.name + ".new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Raises ConfigError that names the file where it is missing or damaged."""
     try:

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.train.corpus import Corpus, load_tensors, write_tensors
+from slipstream.train.corpus import Corpus, load_tensors, write_tensors, write_text
 from slipstream.train.layers import DraftHead
 from slipstream.train.teacher import Teacher
 
@@ -186,8 +186,7 @@ def _checkpoint(
     name = f"state-{step}.safetensors"
     write_tensors({k: v.contiguous() for k, v in tensors.items()}, folder / name)
     text = json.dumps({"step": step, "tensors": name, "identity": identity, "history": asdict(seen)})
-    (folder / "state.json.new").write_text(text)
-    (folder / "state.json.new").replace(folder / "state.json")
+    write_text(text, folder / "state.json")
     for old in folder.glob("state-*.safetensors"):
         if old.name != name:
             old.unlink()
@@ -205,14 +204,24 @@ def _resume(
                 f"give another folder or the same options"
             )
     tensors = load_tensors(folder / state["tensors"])
+    for name, p in sorted(head.named_parameters()):
+        for key, shape in (("param", p.shape), ("exp_avg", p.shape), ("exp_avg_sq", p.shape), ("step", torch.Size())):
+            found = tensors.get(f"{key}.{name}")
+            if found is None or found.shape != shape:
+                raise ConfigError(
+                    f"{folder / state['tensors']} is of another draft: {key}.{name} "
+                    + ("is missing" if found is None else f"has shape {list(found.shape)}, not {list(shape)}")
+                )
+    if "generator" not in tensors:
+        raise ConfigError(
+            f"{folder / state['tensors']} is damaged: it lacks 'generator'; remove {folder} to begin again"
+        )
     with torch.no_grad():
         for name, p in sorted(head.named_parameters()):
             p.copy_(tensors[f"param.{name}"])
-            keys = [k.removesuffix(f".{name}") for k in tensors if k.endswith(f".{name}") and not k.startswith("param")]
             optimizer.state[p] = {
                 k: tensors[f"{k}.{name}"].to(p.device if k != "step" or p.is_cuda else "cpu")
-                for k in keys
-                if f"{k}.{name}" in tensors and k in ("step", "exp_avg", "exp_avg_sq")
+                for k in ("step", "exp_avg", "exp_avg_sq")
             }
     head.generator.set_state(tensors["generator"])
     return state["step"], History(**state["history"])
@@ -221,11 +230,24 @@ def _resume(
 def _state(path: Path) -> dict[str, Any]:
     try:
         state = json.loads(path.read_text())
-        if {"step", "tensors", "identity", "history"} <= set(state):
-            return dict(state)
-    except (ValueError, TypeError, OSError):
-        pass
-    raise ConfigError(f"{path} is damaged; remove its folder to begin again")
+    except (ValueError, OSError):
+        state = None
+    if not _is_state(state):
+        raise ConfigError(f"{path} is damaged; remove its folder to begin again")
+    return dict(state)
+
+
+def _is_state(state: Any) -> bool:
+    """Whether it has all that `_checkpoint` writes, each of its kind."""
+    kinds = {"step": int, "tensors": str, "identity": dict, "history": dict}
+    if not isinstance(state, dict) or any(type(state.get(name)) is not kind for name, kind in kinds.items()):
+        return False
+    # A plain name only: the tensors lie beside it.
+    if state["step"] < 0 or Path(state["tensors"]).name != state["tensors"]:
+        return False
+    return set(state["history"]) == {f.name for f in fields(History)} and all(
+        isinstance(state["history"][name], list) for name in ("step", "loss", "acceptance")
+    )
 
 
 def export(head: DraftHead, folder: Path, extra: dict[str, Any] | None = None) -> Path:
@@ -233,5 +255,5 @@ def export(head: DraftHead, folder: Path, extra: dict[str, Any] | None = None) -
     tensors, values = head.export()
     folder.mkdir(parents=True, exist_ok=True)
     write_tensors(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({**values, **(extra or {})}, indent=2) + "\n")
+    write_text(json.dumps({**values, **(extra or {})}, indent=2) + "\n", folder / "config.json")
     return folder

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.errors import ConfigError
 from slipstream.train.loop import History
 
 
+def check() -> None:
+    """Raises ConfigError that names the extra when matplotlib is missing: before hours of training, not after them."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError("plots need matplotlib: pip install 'slipstream[train]'")
+
+
 def plot(history: History, path: Path, title: str) -> Path:
     """Write a PNG. Raises ConfigError that names the extra when matplotlib is missing."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'slipstream[train]'") from None
+    check()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)

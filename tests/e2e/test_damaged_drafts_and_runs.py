@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from slipstream.benchmark.accept import read_prompts as accept_prompts
 from slipstream.cli import main
 from slipstream.errors import ConfigError, ModelLoadError, SlipstreamError
 from slipstream.train.corpus import Corpus
+from slipstream.train.eagle3 import Eagle3Head
 from slipstream.train.generate import read_prompts
-from slipstream.train.loop import TrainOptions
+from slipstream.train.loop import History, TrainOptions, export, train
+from slipstream.train.teacher import Teacher
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.kit import tiny_model_dir
@@ -164,10 +167,78 @@ def test_a_damaged_state_is_named(target: Path, tmp_path: Path, capsys: pytest.C
     (out / "state").mkdir(parents=True)
     corpus().save(out / "corpus.safetensors")
     argv = ["train", "eagle3", "--model", str(target), "--out", str(out), "--held-out", "1", "--taps", "0,1"]
-    for text in ("", "{", "[]", "{}", '"step"'):
+    whole = {"step": 0, "tensors": "state-0.safetensors", "identity": {}, "history": asdict(History())}
+    changes: list[dict[str, Any]] = [
+        {"step": "0"}, {"step": -1}, {"tensors": 3}, {"tensors": "../state-0.safetensors"}, {"identity": []},
+        {"history": {}}, {"history": {**whole["history"], "more": 1}}, {"history": {**whole["history"], "loss": 1}},
+    ]  # fmt: skip
+    texts = [json.dumps({**whole, **change}) for change in changes]
+    texts += [json.dumps({n: v for n, v in whole.items() if n != name}) for name in whole]
+    for text in ("", "{", "[]", "{}", '"step"', *texts):
         (out / "state" / "state.json").write_text(text)
         assert main([*argv, "--steps", "1", "--device", "cpu", "--draft-vocab", "8"]) == 2
         assert "is damaged" in capsys.readouterr().err
+
+
+def test_tensors_of_a_state_that_are_not_the_drafts(target: Path, tmp_path: Path) -> None:
+    teacher = Teacher.load(str(target), taps=(0,), device="cpu", dtype="float32")
+    options, folder = TrainOptions(steps=2, batch=2, checkpoint_every=1), tmp_path / "state"
+
+    def run() -> None:
+        train(Eagle3Head(teacher, torch.arange(8), steps=1), teacher, corpus(), options, folder=folder)
+
+    run()
+    (path,) = folder.glob("state-*.safetensors")
+    tensors = load_file(path)
+    for name, message in (
+        ("param.fc.weight", "param.fc.weight is missing"),
+        ("exp_avg.fc.weight", "exp_avg.fc.weight is missing"),
+        ("generator", "lacks 'generator'"),
+    ):
+        save_file({n: t for n, t in tensors.items() if n != name}, path)
+        with pytest.raises(ConfigError, match=message):
+            run()
+    save_file({**tensors, "param.fc.weight": tensors["param.fc.weight"][:1].clone()}, path)
+    with pytest.raises(ConfigError, match=r"param.fc.weight has shape \[1, 32\], not \[32, 32\]"):
+        run()
+    save_file(tensors, path)
+    run()
+
+
+def test_an_export_that_is_stopped_leaves_the_last_config(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = Eagle3Head(Teacher.load(str(target), taps=(0,), device="cpu", dtype="float32"), torch.arange(8), steps=1)
+    config = export(head, tmp_path / "d") / "config.json"
+    before = config.read_text()
+    real = Path.write_text
+
+    def full(self: Path, text: str, **options: Any) -> int:
+        real(self, text[: len(text) // 2], **options)
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        export(head, tmp_path / "d", {"more": 1})
+    monkeypatch.undo()
+    assert config.read_text() == before
+    assert sorted(p.name for p in config.parent.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_matplotlib_is_missed_before_anything_runs(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("slipstream.train.plot.find_spec", lambda name: None)
+    monkeypatch.setattr("slipstream.benchmark.accept.find_spec", lambda name: None)
+    assert main(["train", "eagle3", "--model", str(target), "--out", str(tmp_path / "out")]) == 2
+    assert "pip install 'slipstream[train]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    prompts = tmp_path / "p.jsonl"
+    prompts.write_text('{"prompt": "one two"}\n')
+    plot = ["--plot", str(tmp_path / "x.png")]
+    argv = ["bench", "accept", "--model", str(target), "--draft", "ngram", "--prompts", str(prompts), *plot]
+    assert main(argv) == 2
+    assert "pip install 'slipstream[bench]'" in capsys.readouterr().err
 
 
 def test_a_cut_draft_is_an_error(target: Path, tmp_path: Path) -> None:
@@ -177,5 +248,8 @@ def test_a_cut_draft_is_an_error(target: Path, tmp_path: Path) -> None:
         whole = path.read_bytes()
         for size in (0, 7, len(whole) // 2, len(whole) - 1):
             path.write_bytes(whole[:size])
-            with pytest.raises(ModelLoadError, match="safetensors"):
+            with pytest.raises(ModelLoadError, match="safetensors") as caught:
                 LLM(str(target), draft=str(draft))
+            assert str(caught.value).startswith(f"draft={str(draft)!r}: "), "nobody misspelt ngram here"
+    with pytest.raises(ModelLoadError, match=r"draft='ngrams' is neither \"ngram\", \"suffix\", \"mtp\" nor a draft: "):
+        LLM(str(target), draft="ngrams")

@@ -214,6 +214,18 @@ def test_a_head_for_another_model_is_refused(
         load(tmp_path, values, **sizes)
 
 
+@pytest.mark.parametrize("value", ["no", 0, 1, [], {"a": 1}])
+@pytest.mark.parametrize("key", ["norm_before_residual", "norm_output"])
+def test_flags_that_are_neither_true_nor_false(tmp_path: Path, key: str, value: Any) -> None:
+    """norm_output counts where speculators wrote the config."""
+    values = write(tmp_path, head_tensors(hidden=H, vocab=V, draft_vocab=20))
+    target = stand_in_target(hidden=H, vocab=V, layers=4)
+    values = {**values, "transformer_layer_config": values} if key == "norm_output" else values
+    with pytest.raises(ModelLoadError, match=rf"{key}=.* must be true or false"):
+        parse_eagle3({**values, key: value}, target.config)
+    assert not parse_eagle3({**values, key: None}, target.config).feeds_norm
+
+
 def test_layer_ids_of_every_convention() -> None:
     assert tap_layers({"eagle_aux_hidden_state_layer_ids": [1, 5]}, 8) == (1, 5)
     assert tap_layers({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 5]}}, 8) == (2, 6)

@@ -43,7 +43,7 @@ class EngineCase:
     """A slow form put back into a production function of the engine.
 
     before: a context manager that patches the function and puts it back. options: for `LLM`, besides the model;
-    after_options: those of the fixed engine, where they differ.
+    after_options: those of the fixed engine, where they differ. sampling: fields of the requests, which are greedy.
     """
 
     name: str
@@ -52,6 +52,7 @@ class EngineCase:
     before: Callable[[], AbstractContextManager[None]]
     options: dict[str, Any] = field(default_factory=dict)
     after_options: dict[str, Any] = field(default_factory=dict)
+    sampling: dict[str, Any] = field(default_factory=dict)
 
 
 CASES: dict[str, Pair | EngineCase] = {}
@@ -85,6 +86,7 @@ def engine_case(
     about: str,
     options: dict[str, Any] | None = None,
     after_options: dict[str, Any] | None = None,
+    sampling: dict[str, Any] | None = None,
 ) -> Callable[[Callable[[], AbstractContextManager[None]]], Callable[[], AbstractContextManager[None]]]:
     """Register a context manager that puts a slow form back into a production function while it is open."""
 
@@ -98,6 +100,7 @@ def engine_case(
                 before=before,
                 options=given,
                 after_options=given if after_options is None else dict(after_options),
+                sampling=dict(sampling or {}),
             )
         )
         return before

@@ -17,7 +17,7 @@ PROMPT, WARM_UP, RUN_AHEAD, PAGE = 128, 24, 8, 32
 def steady_decode(given: Namespace) -> Iterator[Any]:
     """An `LLM` in which `given.batch` greedy requests decode for `given.frames` frames more than the warm-up.
 
-    given: model, options (of `LLM`), batch, frames, device.
+    given: model, options (of `LLM`), sampling (fields of the requests), batch, frames, device.
     """
     from slipstream.llm import LLM
 
@@ -31,7 +31,7 @@ def steady_decode(given: Namespace) -> Iterator[Any]:
         page_size=PAGE, num_pages=given.batch * pages, prefix_cache=False, **given.options,
     ) as llm:  # fmt: skip
         rng = random.Random(0)
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, **given.sampling)
         for _ in range(given.batch):
             prompt = [rng.randrange(llm.model_config.vocab_size - 1) for _ in range(PROMPT)]
             llm._submit(*llm._prepare(prompt, params))

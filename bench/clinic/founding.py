@@ -9,9 +9,12 @@ from typing import Any
 import torch
 
 from bench.clinic import engine_case
+from slipstream.device.logits import LogitStages
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import DraftSlots
+from slipstream.types import RECORD_COLUMNS
 
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 NGRAM = {"draft": "ngram", "num_drafts": 3, "synthetic_acceptance": 3.0, "row_tiers": (4,)}
 """One row tier, so that every frame has one shape, whether drafts were offered or not."""
 EAGER = {**NGRAM, "cuda_graphs": False}
@@ -49,3 +52,39 @@ engine_case(
     options=EAGER,
     after_options=NGRAM,
 )(scalar_per_draft_step)
+
+
+@contextlib.contextmanager
+def last_tokens_from_a_list() -> Iterator[None]:
+    """Founding case 4: penalties count tokens that the host lists and copies up, from pageable memory, each step."""
+    production = LogitStages.committed
+
+    def original_form(self: LogitStages, plan: Any, slot_B: torch.Tensor, record_BC: torch.Tensor, *rest: Any) -> None:
+        listed = [[0] * (record_BC.shape[1] - RECORD_COLUMNS) for _ in range(slot_B.shape[0])]
+        last_BW = torch.tensor(listed).to(slot_B.device, non_blocking=True)
+        production(self, plan, slot_B, record_BC + 0 * last_BW.sum(), *rest)
+
+    patched: Any = original_form
+    LogitStages.committed = patched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        LogitStages.committed = production  # type: ignore[method-assign]
+
+
+engine_case(
+    "founding case 4: last tokens from a pageable list",
+    rule="pageable-copy",
+    about="n-gram frame with penalties, run eagerly before and after: only the list and its copy differ",
+    options=EAGER,
+    sampling=PENALTIES,
+)(last_tokens_from_a_list)
+
+engine_case(
+    "founding case 4, beside the captured frame",
+    rule="pageable-copy",
+    about="the original form cannot be captured in a CUDA graph: the eager frame with it, and the frame as shipped",
+    options=EAGER,
+    after_options=NGRAM,
+    sampling=PENALTIES,
+)(last_tokens_from_a_list)

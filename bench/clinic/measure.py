@@ -164,9 +164,9 @@ def measure_engine(case: EngineCase, model: str, *, batch: int, device: str = "c
     """The engine in steady decode with the original form put back, and without it. Two engines, one after the other."""
     out: dict[str, Any] = {}
     with case.before():
-        out["before"] = engine_figures(model, case.options, batch=batch, device=device)
+        out["before"] = engine_figures(model, case.options, batch=batch, device=device, sampling=case.sampling)
     _let_go()
-    out["after"] = engine_figures(model, case.after_options, batch=batch, device=device)
+    out["after"] = engine_figures(model, case.after_options, batch=batch, device=device, sampling=case.sampling)
     _let_go()
     return out
 
@@ -178,12 +178,17 @@ def _let_go() -> None:
         torch.cuda.empty_cache()
 
 
-def engine_figures(model: str, options: dict[str, Any], *, batch: int, device: str = "cuda") -> dict[str, Any]:
-    """Figures of one engine, run-ahead 8 (the pause test's), everything greedy."""
+def engine_figures(
+    model: str, options: dict[str, Any], *, batch: int, device: str = "cuda", sampling: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Figures of one engine, run-ahead 8 (the pause test's), everything greedy, with the fields of `sampling`."""
     from bench.clinic.engine import steady_decode
 
     frames, pauses = ENGINE_FRAMES, 2 * REPEATS * ENGINE_FRAMES
-    given = Namespace(model=model, options=options, batch=batch, frames=frames + pauses + 2 * COLD_STEPS, device=device)
+    given = Namespace(
+        model=model, options=options, sampling=sampling or {}, batch=batch, frames=frames + pauses + 2 * COLD_STEPS,
+        device=device,
+    )  # fmt: skip
     with steady_decode(given) as llm:
         step = llm._engine.step
         step_s, host_s = _timed_frames(llm, frames)

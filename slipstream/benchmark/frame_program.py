@@ -93,6 +93,14 @@ EAGLE_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms", "slipstre
 
 MTP_KERNELS = ("slipstream::feature_rows",)
 
+REQUEST_KERNELS = (
+    "slipstream::adjust_rows",
+    "slipstream::mask_rows",
+    "slipstream::recount_slots",
+    "slipstream::count_tokens",
+    "slipstream::token_logprobs",
+)
+
 PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention", "slipstream::pack_rows")
 """Where the fused pass does not fit the model."""
 
@@ -103,7 +111,8 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     kind: greedy; sampled; suffix: greedy, dspark: sampled, with that drafter instead of n-gram; eagle3,
     eagle3-sampled: with an EAGLE-3 head; mtp, mtp-sampled: with an MTP head; eagle3-off, mtp-off: with one that catches
     up before a frame without drafting; tree, tree-sampled: with an EAGLE-3 head that drafts trees; library: greedy with
-    the kernels that stand between library products; grammar: greedy, with masks going up; or model: sampled, with
+    the kernels that stand between library products; grammar: greedy, with masks going up; requests,
+    requests-tree: sampled, with all that only some requests ask for; or model: sampled, with
     drafts by a model, and the plain pass for both. plant: "module:function" that puts a known fault back into a
     production function, to see that the proof turns red (tests/unit/test_frame_proof.py).
     """
@@ -119,8 +128,9 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         num_layers=config.num_layers, num_pages=engine.num_pages, page_size=page, num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
-    workspace, tree = Workspace(device), TREE if kind.startswith("tree") else None
-    sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled", "mtp-sampled", "tree-sampled")
+    workspace, tree = Workspace(device), TREE if "tree" in kind else None
+    every = kind.startswith("requests")
+    sampled = every or kind in ("sampled", "dspark", "model", "eagle3-sampled", "mtp-sampled", "tree-sampled")
     drafter: Drafter = NgramDrafter(slots=slots, max_drafts=drafts, device=device)
     if kind == "suffix":
         drafter = SuffixDrafter(max_drafts=drafts)
@@ -150,7 +160,10 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     ring = UploadRing(state.arena, slots=3, capacity=state.arena.numel())
     masks = MaskRing(frame.logit_stages.masks, slots=3)
     plans = [_plan(i, slots, sampled) for i in range(2)]
-    if kind == "grammar":
+    if every:
+        promises = ("penalties", "biases", "logprobs", "prompt_logprobs", "min_tokens")
+        plans = [p._replace(**dict.fromkeys(promises, True)) for p in plans]
+    if kind == "grammar" or every:
         given = np.full((1 + drafts, config.vocab_size // 32), -1, dtype=np.int32)
         plans = [p._replace(masked=True, masks=(Masks(1, given), Masks(5 + p.seq, given[:1]))) for p in plans]
     turn = iter(range(1 << 30))
@@ -179,6 +192,9 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     if kind == "grammar":
         kernels = tuple(name for name in kernels if name != "slipstream::argmax_finish")
         kernels = (*kernels, "slipstream::adjust_rows", "slipstream::mask_rows", "slipstream::argmax_rows")
+    if every:
+        kernels = tuple(name for name in kernels if name != "slipstream::argmax_finish")
+        kernels = (*kernels, *REQUEST_KERNELS)
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
 
 
@@ -230,7 +246,10 @@ def _mtp_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> 
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:
-    params = SamplingParams(temperature=0.7 if sampled else 0, top_p=0.9 if sampled else 1, max_tokens=8)
+    params = SamplingParams(
+        temperature=0.7 if sampled else 0, top_p=0.9 if sampled else 1, max_tokens=8, logprobs=5, logit_bias={7: 1.0},
+        presence_penalty=0.5,
+    )  # fmt: skip
     slot = 5 + seq
     request = Request(request_id=str(seq), prompt_token_ids=(1, 2, 3, 4), params=params, max_len=12)
     return FramePlan(

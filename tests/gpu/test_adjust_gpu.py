@@ -1,4 +1,4 @@
-"""Penalties, biases, tallies and log-probabilities on a GPU: compiled kernels against the torch code, and end to end."""
+"""Penalties, biases, tallies, log-probabilities on a GPU: compiled kernels against the torch code, and end to end."""
 
 from __future__ import annotations
 

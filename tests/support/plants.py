@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slipstream.device import frame as frame_room
 from slipstream.device import tree as tree_room
+from slipstream.device.logits import LogitStages
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.models.fused import FusedDecoder
 
@@ -69,3 +70,26 @@ def tree_mask_from_the_host() -> None:
         return real(parent_BN, levels)
 
     tree_room.seen_bits = slow
+
+
+def last_tokens_from_a_list() -> None:
+    """Founding case 4: what penalties count is listed on the host and copied from pageable memory, once per step."""
+    committed = LogitStages.committed
+
+    def slow(self: LogitStages, plan: Any, slot_B: Tensor, record_BC: Tensor, *rest: Any) -> None:
+        last_tokens = [[0] * 4 for _ in range(slot_B.shape[0])]
+        torch.tensor(last_tokens).to(slot_B.device, non_blocking=True)
+        committed(self, plan, slot_B, record_BC, *rest)
+
+    LogitStages.committed = slow  # type: ignore[method-assign]
+
+
+def drafts_counted_by_the_host() -> None:
+    """device room: the drafts before a row read back, to be counted in Python."""
+    adjust = LogitStages.adjust
+
+    def slow(self: LogitStages, plan: Any, slot_R: Tensor, *rest: Any) -> Tensor:
+        self.state.pending_SW[:2].tolist()
+        return adjust(self, plan, slot_R, *rest)
+
+    LogitStages.adjust = slow  # type: ignore[method-assign]

@@ -14,6 +14,7 @@ TWO_LAYERS_TWO_FRAMES = {
     "library": "rope_kv_write", "model": "prefill_attention", "eagle3": "stream_rope", "eagle3-sampled": "stream_rope",
     "tree": "stream_rope", "tree-sampled": "stream_rope", "eagle3-off": "stream_rope", "grammar": "stream_rope",
     "mtp": "paged_attention", "mtp-sampled": "paged_attention", "mtp-off": "paged_attention",
+    "requests": "stream_rope", "requests-tree": "stream_rope",
 }  # fmt: skip
 
 
@@ -25,23 +26,28 @@ def test_the_frame_is_clean(kind: str) -> None:
     # Each frame has a decode pass and a prefill pass; in the plain pass target and draft model read the prompt.
     # The head of one layer takes three passes after the decode pass, and three after the prefill pass: three drafts, or
     # three levels of a tree.
-    heads = ("eagle3", "eagle3-sampled", "mtp", "mtp-sampled", "tree", "tree-sampled")
+    heads = ("eagle3", "eagle3-sampled", "mtp", "mtp-sampled", "tree", "tree-sampled", "requests-tree")
     times = {"library": 8, "model": 8, "eagle3-off": 4 + 6, "mtp-off": 4 + 6, **dict.fromkeys(heads, 4 + 12)}.get(
         kind, 4
     )
     assert proof.kernels[f"slipstream::{TWO_LAYERS_TWO_FRAMES[kind]}"] == times
-    assert proof.kernels.get("slipstream::mask_rows", 0) == (4 if kind == "grammar" else 0)
+    assert proof.kernels.get("slipstream::mask_rows", 0) == (
+        4 if kind in ("grammar", "requests", "requests-tree") else 0
+    )
+    if kind.startswith("requests"):  # the first token of a prompt is counted too; its rows in four parts
+        ops = ("adjust_rows", "recount_slots", "count_tokens", "token_logprobs")
+        assert [proof.kernels[f"slipstream::{op}"] for op in ops] == [4, 2, 4, 4 + 2 * 4]
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
-    if kind.startswith("tree"):  # decode rounds judge trees, sampled ones in tensor operations; a prompt's end has none
+    if "tree" in kind:  # decode rounds judge trees, sampled ones in tensor operations; a prompt's end has none
         ops = ("tree_rows", "compact_path", "close_round", "walk_trees", "close_sampled", "close_greedy")
-        closing = [0, 2, 0] if kind.endswith("sampled") else [2, 0, 2]
+        closing = [0, 2, 0] if kind != "tree" else [2, 0, 2]
         assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops] == [2, 2, 2, *closing]
         return
-    sampled = kind in ("sampled", "dspark", "model", "eagle3-sampled", "mtp-sampled")
+    sampled = kind in ("sampled", "requests", "dspark", "model", "eagle3-sampled", "mtp-sampled")
     ops = ("race_rows", "close_sampled", "close_greedy")
     assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops] == ([4, 4, 0] if sampled else [0, 0, 4])
     # Drafters choose three tokens after each of them.
-    chosen = 12 if sampled and kind != "sampled" else 0
+    chosen = 12 if sampled and kind not in ("sampled", "requests") else 0
     assert proof.kernels.get("slipstream::draft_choice", 0) == chosen
     assert proof.kernels.get("slipstream::row_threshold", 0) == (4 + chosen if sampled else 0)
 
@@ -54,6 +60,9 @@ def test_the_frame_is_clean(kind: str) -> None:
         ("boolean_index_in_sampling", "sampled", "boolean-index"),
         ("positions_from_a_list", "greedy", "pageable-copy"),
         ("tree_mask_from_the_host", "tree", "host-read"),
+        ("last_tokens_from_a_list", "requests", "pageable-copy"),  # founding case 4
+        ("last_tokens_from_a_list", "requests-tree", "pageable-copy"),
+        ("drafts_counted_by_the_host", "requests", "host-read"),
     ],
 )
 def test_a_fault_put_back_turns_it_red(plant: str, kind: str, rule: str) -> None:

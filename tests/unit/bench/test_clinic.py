@@ -15,6 +15,7 @@ from bench.clinic.__main__ import main
 from bench.clinic.loop import Loop
 from slipstream.audit import prove, watch
 from slipstream.audit.proof import Proof
+from slipstream.device.logits import LogitStages
 from slipstream.draft.ngram import NgramDrafter
 from tests.support.tiny import write_tiny_checkpoint
 from tests.unit.bench.clinic_programs import STEPS, provable
@@ -104,22 +105,38 @@ def test_recompiles_are_seen_and_gone_in_after() -> None:
         assert at_least <= sum(f.count for f in report.by_rule("recompile")) <= at_most
 
 
-def test_founding_case_2_turns_the_proof_red_and_puts_the_function_back() -> None:
-    case, production = ENGINE[0], NgramDrafter.draft_slots
+@pytest.mark.parametrize(
+    ("number", "kind", "owner", "function"),
+    [(2, "greedy", NgramDrafter, "draft_slots"), (4, "requests", LogitStages, "committed")],
+)
+def test_a_founding_case_turns_the_proof_red_and_puts_the_function_back(
+    number: int, kind: str, owner: type, function: str
+) -> None:
+    case = next(c for c in ENGINE if c.name.startswith(f"founding case {number}"))
+    production = getattr(owner, function)
     with case.before():
-        assert NgramDrafter.draft_slots is not production
-    assert NgramDrafter.draft_slots is production
-    proof = prove("slipstream.benchmark.frame_program:build", args=["greedy", "tests.unit.bench.test_clinic:put_back"])
+        assert getattr(owner, function) is not production
+    assert getattr(owner, function) is production
+    plant = f"tests.unit.bench.test_clinic:put_back_{number}"
+    proof = prove("slipstream.benchmark.frame_program:build", args=[kind, plant])
     assert proof.exit_code == 1
     assert {f.rule for f in proof.report.findings} == {case.rule}
     assert all(f.site.file.endswith("founding.py") for f in proof.report.findings)
 
 
-def put_back() -> None:
+def put_back_2() -> None:
     """The founding case for the rest of a proof's process."""
     from bench.clinic.founding import scalar_per_draft_step
 
     scope = scalar_per_draft_step()
+    scope.__enter__()
+    _open.append(scope)
+
+
+def put_back_4() -> None:
+    from bench.clinic.founding import last_tokens_from_a_list
+
+    scope = last_tokens_from_a_list()
     scope.__enter__()
     _open.append(scope)
 

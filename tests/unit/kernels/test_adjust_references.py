@@ -1,4 +1,4 @@
-"""The ops behind penalties, biases and log-probabilities against the definitions. Device code: adjust_interpreted_cases."""
+"""Ops of penalties, biases and log-probabilities against the definitions. Device code: adjust_interpreted_cases."""
 
 from __future__ import annotations
 

@@ -17,6 +17,8 @@ PREFILL_TIERS = (128, 512, 2048)
 """Prompt rows of the captured prefill passes on a GPU."""
 CATCH_UP = 32
 """Positions per slot that a drafter with a cache of its own catches up on in one pass, where drafting may be off."""
+STOCK_PAGES = 4
+"""Pages that a slot gets ahead of need while there is plenty: page tables are then rarely written."""
 PREFILL_PROMPTS = 16
 """Prompts that one captured prefill pass can read from, and so end: each costs a row of the output head."""
 
@@ -34,7 +36,8 @@ class EngineConfig:
     below its root, so that a frame emits at most tree_depth + 1 tokens per slot; 0: drafts are a chain. row_tiers:
     rows per slot that a frame may have; empty means exact. adaptive: a cost model chooses each frame's drafts, from
     `draft_modes`. frame_seconds: (padded slots, rows per slot, drafts made, seconds) of captured frames; empty: frames
-    say themselves how long they took. catch_up: committed positions that a drafter with a cache of its own may lag
+    say themselves how long they took. window: positions that rows of layers with a sliding window see, 0 without such
+    layers; window_pages: their page ids are 1..window_pages. catch_up: committed positions that a drafter with a cache of its own may lag
     behind, 0: none, so that all frames have to draft. max_stop_ids: stop token ids of a request, those that end a
     sequence for the model included.
     """
@@ -58,6 +61,8 @@ class EngineConfig:
     adaptive: bool = False
     frame_seconds: tuple[tuple[int, int, int, float], ...] = ()
     catch_up: int = 0
+    window: int = 0
+    window_pages: int = 0
     max_waiting: int = 100_000
     max_stop_ids: int = MAX_STOP_IDS
 
@@ -94,6 +99,13 @@ class EngineConfig:
                 f"prefill_tiers={list(self.prefill_tiers)} do not reach prefill_chunk={widest} rows; add that size or "
                 "lower prefill_chunk"
             )
+        _between("window", self.window, 0, 2**31 - 1)
+        if self.window and self.window_pages < self.window_need:
+            raise ConfigError(
+                f"window_pages={self.window_pages} is below the {self.window_need} that windows of {self.window} tokens "
+                f"need: {self.window_quota} for each of max_slots={self.max_slots}, or as many as num_pages="
+                f"{self.num_pages}"
+            )
         one = self.pages_per_slot
         if self.num_pages < one:
             raise ConfigError(
@@ -120,6 +132,22 @@ class EngineConfig:
         if self.num_drafts and (self.catch_up or not self.lookahead):
             kinds.add((min(self.row_tiers), 0))
         return sorted(kinds)
+
+    @property
+    def window_quota(self) -> int:
+        """Most pages that a slot holds for layers with a window: the window, and a prompt chunk or the rows ahead.
+
+        A last page that begins within a chunk is one of the chunk's, because chunks keep to the quota.
+        """
+        chunk = max(self.prefill_chunk, self.prefill_chunk_busy)
+        ahead = (self.run_ahead + 2) * (self.num_drafts + 1) + self.lookahead + STOCK_PAGES * self.page_size
+        most = max(-(-(self.window + chunk) // self.page_size), -(-(self.window + ahead) // self.page_size) + 1)
+        return min(most, self.pages_per_slot)
+
+    @property
+    def window_need(self) -> int:
+        """Window pages that are always enough: every slot's quota, or one for every page of the other layers."""
+        return min(self.num_pages, self.max_slots * self.window_quota)
 
     @property
     def pages_per_slot(self) -> int:

@@ -303,6 +303,7 @@ class FramePlan(NamedTuple):
     """What the host asks of one launch: control rows, then one decode frame, then one prefill chunk.
 
     decode: slots of the frame, in order; padded to the slot bucket with sink slot 0.
+    window_pages: the same for the table of layers with a sliding window; entries behind a slot's window stay as they are.
     rows: R, verified rows of the whole frame, len(decode) <= rows; the device packs at most R.
     width: most rows any single slot can get.
     len_ub: upper bound on committed length + rows over the decode slots (attention width).
@@ -322,6 +323,7 @@ class FramePlan(NamedTuple):
     drops: tuple[Drop, ...] = ()
     admits: tuple[Admit, ...] = ()
     pages: tuple[PageAppend, ...] = ()
+    window_pages: tuple[PageAppend, ...] = ()
     decode: tuple[int, ...] = ()
     rows: int = 0
     width: int = 0

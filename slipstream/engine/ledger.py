@@ -12,8 +12,10 @@ from collections.abc import Sequence as Seq
 from slipstream.config import EngineConfig
 from slipstream.engine.pages import PagePool, pages_for
 from slipstream.engine.pools import Allocator, Pools
-from slipstream.engine.radix import RadixCache
+from slipstream.engine.radix import Node, RadixCache
 from slipstream.engine.sequence import Sequence
+from slipstream.engine.window import WindowPages
+from slipstream.types import PrefillSpan
 
 
 class Ledger:
@@ -21,7 +23,9 @@ class Ledger:
         self.config = config
         self.pool = PagePool(config.num_pages, config.page_size)
         self.pools = Pools(self.pool, followers)
-        self.radix = RadixCache(config.page_size)
+        self.window = WindowPages(config) if config.window else None
+        """Pages of the layers with a sliding window, where the model has some."""
+        self.radix = RadixCache(config.page_size, None if self.window is None else self.window.forget)
         self.free_slots = list(range(1, config.max_slots + 1))
         self.collected = -1
         """Newest launch whose result is in."""
@@ -57,7 +61,7 @@ class Ledger:
             return False
         node, shared = self.radix.root(salt), list[int]()
         if self.config.prefix_cache and not seq.reports_prompt:
-            node, shared = self.radix.match(seq.tokens, salt)
+            node, shared = self._match(seq)
         self.radix.lock(node)
         start = len(shared) * page_size
         new = len(seq.tokens) + seq.overhang
@@ -72,6 +76,8 @@ class Ledger:
         )  # fmt: skip
         seq.shared = set(shared)
         self.pools.open(seq.slot, shared, seq.request.max_len + seq.overhang)
+        if self.window is not None:
+            self.window.enter(seq.slot, _from_root(node))
         self._extend([seq.slot], [start], [new], count)
         self._measure(seq)
         return True
@@ -85,10 +91,39 @@ class Ledger:
         old = [s.covered for s in seqs]
         most = [s.max_len + s.overhang for s in seqs]
         new = [max(o, min(s.cover(r) + stock, m)) for o, s, r, m in zip(old, seqs, rows, most, strict=True)]
-        pages = self._extend(slots, old, new, self.pools.count(old, new))
+        count = self.pools.count(old, new)
+        pages = self._extend(slots, old, new, count)
+        if self.window is not None:
+            for s in seqs:
+                self.window.slide(s.slot, s.length)
+            self.window.extend(slots, old, new, count)
         for s in seqs:
             self._measure(s)
         return [(o // self.config.page_size, p) for o, p in zip(old, pages, strict=True)]
+
+    def read(self, spans: list[tuple[Sequence, PrefillSpan]]) -> None:
+        """Window pages for prompt rows that are about to be read; the last ones' slots decode from then on."""
+        window = self.window
+        if window is None or not spans:
+            return
+        for _, span in spans:
+            window.slide(span.slot, span.start)
+        slots = [span.slot for _, span in spans]
+        old = [window.covered(slot) for slot in slots]
+        new = [
+            s.covered if span.last else max(o, span.start + span.length)
+            for o, (s, span) in zip(old, spans, strict=True)
+        ]
+        window.extend(slots, old, new, self.pools.count(old, new))
+
+    def _match(self, seq: Sequence) -> tuple[Node, list[int]]:
+        """The longest cached prefix that everything kept for it is there of."""
+        node, shared = self.radix.match(seq.tokens, seq.request.salt)
+        if self.window is not None:
+            path = _from_root(node)
+            n = self.window.usable(path)
+            node, shared = path[n - 1] if n else self.radix.root(seq.request.salt), shared[:n]
+        return node, shared
 
     def _measure(self, seq: Sequence) -> None:
         seq.covered = len(self.pool.tables[seq.slot]) * self.config.page_size
@@ -116,6 +151,8 @@ class Ledger:
                 continue
             assert seq.node is not None
             self.radix.unlock(seq.node)
+            if self.window is not None:
+                self.window.leave(seq.slot)
             self.pool.free(p for p in self.pools.close(seq.slot) if p not in seq.shared)
             heapq.heappush(self.free_slots, seq.slot)
             seq.node, seq.slot, seq.shared = None, 0, set()
@@ -128,6 +165,8 @@ class Ledger:
             held += [p for p in self.pool.tables[seq.slot] if p not in seq.shared]
         self.pool.check(self.radix.pages(), held)
         self.pools.check(bool(holders or self._retired))
+        if self.window is not None:
+            self.window.check(self.radix.nodes())
         assert len(self.radix.pages()) == self.radix.num_pages, "the prefix cache miscounts its pages"
         slots = sorted([*self.free_slots, *(s.slot for s in (*holders, *self._retired))])
         assert slots == list(range(1, self.config.max_slots + 1)), f"slots leaked or doubled: {slots}"
@@ -147,8 +186,18 @@ class Ledger:
         assert seq.node is not None
         table = self.pool.tables[seq.slot]
         node, taken = self.radix.insert(tokens, table, seq.request.salt, stop_at_foreign=running)
-        if taken:  # else what it uses of the tree is locked already; both paths are prefixes of one sequence
+        path = _from_root(node) if self.window is not None else []
+        # Without new nodes, what a running sequence uses of the tree is locked already; both paths are prefixes of one
+        # sequence. An ended one may give window pages to nodes of others, which then have to stay until it has left.
+        if taken or (path and len(path) > seq.node.depth):
             self.radix.lock(node)
             self.radix.unlock(seq.node)
             seq.node = node
             seq.shared.update(taken)
+        if self.window is not None:
+            self.window.adopt(seq.slot, path)
+
+
+def _from_root(node: Node) -> list[Node]:
+    """The path to a node, the root left out."""
+    return list(node.path())[::-1]

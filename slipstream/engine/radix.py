@@ -7,13 +7,16 @@ subtree, so a node with zero locks has an unlocked subtree and every such page c
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 class Node:
-    """`key`: the page's token ids. `page`: the id it owns; 0 only at a root. `used`: time of the last use."""
+    """`key`: the page's token ids. `page`: the id it owns; 0 only at a root. `used`: time of the last use.
 
-    __slots__ = ("children", "key", "locks", "page", "parent", "queued", "used")
+    `window`: the page it owns in the pool of window layers, 0 for none; `window_locks`: slots whose window covers it.
+    """
+
+    __slots__ = ("children", "key", "locks", "page", "parent", "queued", "used", "window", "window_locks")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], page: int, used: int) -> None:
         self.parent = parent
@@ -22,10 +25,16 @@ class Node:
         self.used = used
         self.locks = 0
         self.queued = False
+        self.window = self.window_locks = 0
         self.children: dict[tuple[int, ...], Node] = {}
 
+    @property
+    def depth(self) -> int:
+        """Pages up to this node; 0 at a root."""
+        return sum(1 for _ in self.path())
+
     def path(self) -> Iterator[Node]:
-        """This node and its ancestors, without the root."""
+        """This node and its ancestors up to the root, which is not among them."""
         node = self
         while node.parent is not None:
             yield node
@@ -35,8 +44,9 @@ class Node:
 class RadixCache:
     """Least recently used leaves without locks are evicted first. Only whole pages are kept."""
 
-    def __init__(self, page_size: int) -> None:
-        self.page_size = page_size
+    def __init__(self, page_size: int, dropped: Callable[[Node], None] | None = None) -> None:
+        """dropped: called with each node that is evicted, for what else goes with its tokens."""
+        self.page_size, self.dropped = page_size, dropped
         self.num_pages = 0
         self.evictable = 0
         self.evicted = 0
@@ -123,6 +133,8 @@ class RadixCache:
                 assert parent is not None
                 del parent.children[node.key]
                 pages.append(node.page)
+                if self.dropped is not None:
+                    self.dropped(node)
                 self._offer(parent)
                 if parent.parent is None and not parent.children:
                     self._roots = {salt: root for salt, root in self._roots.items() if root.children}
@@ -131,16 +143,18 @@ class RadixCache:
         self.evictable -= len(pages)
         return pages
 
-    def pages(self) -> list[int]:
-        """All page ids the tree owns."""
-        out: list[int] = []
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the roots."""
         stack = list(self._roots.values())
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
             if node.parent is not None:
-                out.append(node.page)
-        return out
+                yield node
+
+    def pages(self) -> list[int]:
+        """All page ids the tree owns."""
+        return [node.page for node in self.nodes()]
 
     def _offer(self, node: Node) -> None:
         """Queue an evictable leaf, once: the queue is never longer than the tree."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from slipstream.config import EngineConfig
+from slipstream.config import STOCK_PAGES, EngineConfig
 from slipstream.engine.adaptive import Adaptive
 from slipstream.engine.admission import check_request
 from slipstream.engine.grammar import GrammarDesk, Grammars, masks_of, may_decode
@@ -27,8 +27,6 @@ from slipstream.types import Admit, Drop, FramePlan, PageAppend, PrefillSpan, Re
 
 WAITING_RUN_AHEAD = 2
 """Run-ahead while requests wait: one launch runs, one is queued behind it, so the device still has no gap."""
-STOCK_PAGES = 4
-"""Pages that a slot gets ahead of need while there is plenty: page tables are then rarely written."""
 
 
 class _Flags(NamedTuple):
@@ -209,6 +207,7 @@ class Scheduler:
             drops=drops,
             admits=tuple(admits),
             pages=tuple(appends),
+            window_pages=() if self.ledger.window is None else self.ledger.window.news(),
             decode=slots,
             rows=rows,
             width=width,
@@ -321,6 +320,7 @@ class Scheduler:
         started = deque(reading)
         most = self.config.prefill_prompts or self.config.max_slots
         room = min(self.config.prefill_tiers, default=PROMPT_ROWS)
+        window = self.ledger.window
         while budget and len(spans) < most:
             s = started.popleft() if started else self._admit(admits)
             if s is None:
@@ -330,12 +330,16 @@ class Scheduler:
                 budget = min(budget, room)
                 if budget <= 0:
                     break
-            length = min(budget, len(s.tokens) - s.planned)
+            left = len(s.tokens) - s.planned
+            length = min(budget, left)
+            if window is not None:
+                length = window.fits(s.slot, s.planned, length, left, s.covered)
             last = s.planned + length == len(s.tokens)
             spans.append((s, PrefillSpan(slot=s.slot, start=s.planned, length=length, last=last)))
             s.planned += length
             budget -= length
             room -= length
+        self.ledger.read(spans)
         return spans
 
     def _admit(self, admits: list[Admit]) -> Sequence | None:

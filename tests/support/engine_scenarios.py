@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from slipstream.config import EngineConfig
 from slipstream.engine.loop import EngineCore
@@ -52,11 +53,12 @@ class Scenario:
     clients: list[Client]
 
 
-def draw_scenario(pick: Pick, run_ahead: int, page_size: int) -> Scenario:
+def draw_scenario(pick: Pick, run_ahead: int, page_size: int, *, windows: bool = False) -> Scenario:
     k, context = pick(0, 4), pick(2, 40)
     slots, short = pick(1, 4), pick(0, 3) > 0
     one = -(-(context + k + 1) // page_size)
-    config = EngineConfig(
+    window = pick(1, 12) if windows else 0
+    values: dict[str, Any] = dict(
         max_slots=slots,
         page_size=page_size,
         num_pages=one + pick(0, 3 * one),
@@ -70,7 +72,11 @@ def draw_scenario(pick: Pick, run_ahead: int, page_size: int) -> Scenario:
         rereads=(context + 1) % 2,
         row_tiers=((1, 2, 4, 8), ())[pick(0, 1)],
         adaptive=k > 0 and pick(0, 2) == 0,
+        window=window,
+        window_pages=2**20,
     )
+    values["window_pages"] = EngineConfig(**values).window_need + (pick(0, 3) if windows else 0)
+    config = EngineConfig(**values)
     vocab = pick(2, 16)
     stem = [pick(0, vocab - 1) for _ in range(context)]
     clients = []
@@ -115,6 +121,8 @@ def run_scenario(s: Scenario) -> tuple[EngineCore, FakeDevice]:
         run_ahead=s.config.run_ahead,
         rereads=s.config.rereads,
         adaptive=s.config.adaptive,
+        window=s.config.window,
+        window_quota=s.config.window_quota,
         vocab=s.vocab,
         drafts=lambda key, position: _script(s.script, key, position),
     )
@@ -188,5 +196,7 @@ def _check_cache(engine: EngineCore, device: FakeDevice, clients: list[Client]) 
             for i, token in enumerate(node.key):
                 history = digest(history, token)
                 assert device.kv[node.page][i] == history, f"cached page {node.page} holds other tokens' KV"
+                if node.window:
+                    assert device.window_kv[node.window][i] == history, "a cached window page holds other tokens' KV"
             assert any(path == k[: len(path)] for k in known), "the cache has tokens that nobody was given"
             stack.extend((n, path, history) for n in node.children.values())

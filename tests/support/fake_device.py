@@ -59,6 +59,7 @@ class _Slot:
     filled: int
     committed: int = 0
     live: bool = True
+    window_table: dict[int, int] = field(default_factory=dict)
     next_drafts: int = 0
     asked: int = 0
     drafts: list[int] = field(default_factory=list)
@@ -91,7 +92,10 @@ class FakeDevice:
     vocab: int
     drafts: Callable[[int, int], tuple[int, int]]
     rereads: int = 0
+    window_quota: int = 0
     adaptive: bool = False
+    window: int = 0
+    window_kv: dict[int, dict[int, int]] = field(default_factory=dict)
     slots: dict[int, _Slot] = field(default_factory=dict)
     kv: dict[int, dict[int, int]] = field(default_factory=dict)
     queue: deque[tuple[FrameResult, set[tuple[int, int, int]]]] = field(default_factory=deque)
@@ -127,6 +131,10 @@ class FakeDevice:
             self._claim(p.slot, slot.generation, p.pages)
             assert len(slot.table) == p.first, "page table has a gap"
             slot.table += p.pages
+        assert self.window or not plan.window_pages
+        for p in plan.window_pages:
+            assert min(p.pages) > 0 and len(p.pages) <= self.window_quota
+            self.slots[p.slot].window_table |= {p.first + i: page for i, page in enumerate(p.pages)}
         self._check_shapes(plan)
         self._take_masks(plan)
         records = [*self._decode(plan), *self._prefill(plan)]
@@ -201,6 +209,10 @@ class FakeDevice:
             history = digest(history, slot.tokens[i])
             row = self.kv.get(slot.table[i // self.page_size], {}).get(i % self.page_size)
             assert row == history, f"KV of position {i} is not that of the slot's own history"
+            if i > end - self.window:
+                page = slot.window_table.get(i // self.page_size, 0)
+                row = self.window_kv.get(page, {}).get(i % self.page_size)
+                assert row == history, f"window page {page} does not hold position {i} of the slot's own history"
         return history
 
     def _write(self, slot: _Slot, position: int, value: int) -> None:
@@ -211,6 +223,13 @@ class FakeDevice:
         same = position >= slot.reread_from and cells.get(position % self.page_size) == value
         assert index >= slot.shared or same, "a page of the prefix cache was changed"
         cells[position % self.page_size] = value
+        if self.window:
+            page = slot.window_table.get(index, 0)
+            assert page > 0, f"position {position} has no window page"
+            cells = self.window_kv.setdefault(page, {})
+            same = position >= slot.reread_from and cells.get(position % self.page_size) == value
+            assert index >= slot.shared or same, "a window page of the prefix cache was changed"
+            cells[position % self.page_size] = value
 
     def _decode(self, plan: FramePlan) -> list[Record]:
         spare, records = plan.rows - len(plan.decode), list[Record]()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slipstream.answers import Limits
+from slipstream.attention.windows import WindowLayers
 from slipstream.config import DEFAULT_DRAFTS, EngineConfig, LLMConfig, resolve_engine
 from slipstream.device.catch_up import CatchUp
 from slipstream.device.frame import Frame
@@ -64,10 +65,6 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         torch.set_num_threads(config.threads)
     loaded = _load(config, config.model, device)
     model = loaded.model
-    if model.config.window:
-        raise UnsupportedError(
-            f"the engine has no sliding windows yet; the model has one of {model.config.window} tokens"
-        )
     source = _tokenizer_source(config, loaded)
     tokenizer = Tokenizer.from_path(source)
     num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts
@@ -95,10 +92,10 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         config = replace(config, prefix_cache=False)
         loaded.notes.append("prefix_cache is off: recurrent layers' states are not kept for it")
     kv_models = [model] + ([draft_loaded.model] if draft_loaded else []) + ([head.model] if head else [])
-    token_bytes = sum(
-        KVPages.bytes_for(len(m.config.kv_layers), 1, 1, m.config.num_kv_heads, m.config.head_dim, m.dtype)
-        for m in kv_models
-    )
+    _check_windows(model, shape)
+    full, windowed = WindowLayers.counts(model.config.windows)
+    layers = [full] + [len(m.config.kv_layers) for m in kv_models[1:]]
+    token_bytes = sum(_token_bytes(m, n) for m, n in zip(kv_models, layers, strict=True))
     # A head goes as far as the target, whatever length it was trained on.
     context = min(m.config.max_position_embeddings for m in kv_models if head is None or m is not head.model)
     engine = resolve_engine(
@@ -109,9 +106,14 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         eos_ids=len(_eos_ids(loaded, tokenizer)), kv_bytes_per_token=token_bytes,
         memory_bytes=_kv_budget(config, device), on_cpu=device.type == "cpu",
         slot_bytes=0 if recurrent is None else StatePool.bytes_for(recurrent, 1, 0, num_drafts + 1, model.dtype),
+        window=model.config.window, window_bytes_per_token=_token_bytes(model, windowed),
     )  # fmt: skip
     real = torch.float64 if model.dtype == torch.float64 else torch.float32
-    kv = _pages(model, engine, device)
+    kv = _pages(model, engine, device, layers=full)
+    windows = None
+    if windowed:
+        kept = _pages(model, engine, device, layers=windowed, pages=engine.window_pages)
+        windows = WindowLayers.of(model.config.windows, kept)
     workspace = _workspace(device, engine, shape, kv_models)
     drafter = _drafter(config, engine, draft_loaded, head, shape, device, real, workspace) if num_drafts else None
     state = SlotState(
@@ -119,13 +121,13 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy, *engine.prefill_tiers),
         widest_frame=max(engine.slot_buckets, default=0), max_stop_ids=engine.max_stop_ids,
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None, tree=shape is not None,
-        saved_states=0 if recurrent is None else 1,
+        saved_states=0 if recurrent is None else 1, windows=windows is not None,
     )  # fmt: skip
     states = None if recurrent is None else _states(recurrent, state, engine, model)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,
         block=config.verifier == "block", fused=_fused(model, kv, workspace), workspace=workspace, tree=shape,
-        catch_up=_catch_up(drafter, state, engine, model), states=states,
+        catch_up=_catch_up(drafter, state, engine, model), states=states, windows=windows,
     )  # fmt: skip
     graphs = _graphs(config, frame, engine, device, progress)
     report = graphs.report if graphs is not None else None
@@ -144,6 +146,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         "draft_tree": None if shape is None else asdict(shape),
         "weights": loaded.weights,
         "kv_bytes": kv.nbytes,
+        "window_kv": _window_report(model, engine, windowed),
         "state_bytes": 0 if states is None else states.nbytes,
         "sampling_bytes": frame.logit_stages.nbytes,
         "capture": None if report is None else asdict(report),
@@ -258,12 +261,46 @@ def _kv_budget(config: LLMConfig, device: torch.device) -> int:
         return 2 << 30
 
 
-def _pages(model: Any, engine: EngineConfig, device: torch.device) -> KVPages:
+def _pages(
+    model: Any, engine: EngineConfig, device: torch.device, *, layers: int | None = None, pages: int | None = None
+) -> KVPages:
+    """Of all layers of a model, or of so many; num_pages of the engine, or so many."""
     c = model.config
     return KVPages(
-        num_layers=len(c.kv_layers), num_pages=engine.num_pages, page_size=engine.page_size,
+        num_layers=len(c.kv_layers) if layers is None else layers,
+        num_pages=engine.num_pages if pages is None else pages, page_size=engine.page_size,
         num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=model.dtype, device=device,
     )  # fmt: skip
+
+
+def _token_bytes(model: Any, layers: int) -> int:
+    c = model.config
+    return KVPages.bytes_for(layers, 1, 1, c.num_kv_heads, c.head_dim, model.dtype)
+
+
+def _check_windows(model: Any, tree: TreeShape | None) -> None:
+    window = model.config.window
+    if window and tree is not None and tree.depth >= window:
+        raise ConfigError(
+            f"draft_tree with {tree.depth} levels and a sliding window of {window} tokens: a node has to see its "
+            f"ancestors; use fewer levels than {window}"
+        )
+
+
+def _window_report(model: Any, engine: EngineConfig, layers: int) -> dict[str, Any] | None:
+    """What the layers with a sliding window keep, beside what they would without one; for start-up and /server_info.
+
+    slot: of one sequence of max_model_len at most; share: slot_bytes / slot_bytes_without.
+    """
+    if not layers:
+        return None
+    page = _token_bytes(model, layers) * engine.page_size
+    slot, whole = engine.window_quota, -(-engine.max_model_len // engine.page_size)
+    return {
+        "window": engine.window, "layers": layers, "pages": engine.window_pages, "bytes": engine.window_pages * page,
+        "bytes_without": engine.num_pages * page, "slot_pages": slot, "slot_bytes": slot * page,
+        "slot_bytes_without": whole * page, "share": round(slot / whole, 6),
+    }  # fmt: skip
 
 
 def _recurrent(model: Any, draft: LoadedModel | None, tree: TreeShape | None) -> StateShape | None:

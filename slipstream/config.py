@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from slipstream.errors import ConfigError
@@ -36,10 +36,10 @@ class EngineConfig:
     below its root, so that a frame emits at most tree_depth + 1 tokens per slot; 0: drafts are a chain. row_tiers:
     rows per slot that a frame may have; empty means exact. adaptive: a cost model chooses each frame's drafts, from
     `draft_modes`. frame_seconds: (padded slots, rows per slot, drafts made, seconds) of captured frames; empty: frames
-    say themselves how long they took. window: positions that rows of layers with a sliding window see, 0 without such
-    layers; window_pages: their page ids are 1..window_pages. catch_up: committed positions that a drafter with a cache of its own may lag
+    say themselves how long they took. catch_up: committed positions that a drafter with a cache of its own may lag
     behind, 0: none, so that all frames have to draft. max_stop_ids: stop token ids of a request, those that end a
-    sequence for the model included.
+    sequence for the model included. window: positions that rows of layers with a sliding window see, 0 without such
+    layers; window_pages: page ids of those layers are 1..window_pages.
     """
 
     max_slots: int = 16
@@ -102,8 +102,8 @@ class EngineConfig:
         _between("window", self.window, 0, 2**31 - 1)
         if self.window and self.window_pages < self.window_need:
             raise ConfigError(
-                f"window_pages={self.window_pages} is below the {self.window_need} that windows of {self.window} tokens "
-                f"need: {self.window_quota} for each of max_slots={self.max_slots}, or as many as num_pages="
+                f"window_pages={self.window_pages} is below the {self.window_need} that windows of {self.window} "
+                f"tokens need: {self.window_quota} for each of max_slots={self.max_slots}, or as many as num_pages="
                 f"{self.num_pages}"
             )
         one = self.pages_per_slot
@@ -139,10 +139,9 @@ class EngineConfig:
 
         A last page that begins within a chunk is one of the chunk's, because chunks keep to the quota.
         """
-        chunk = max(self.prefill_chunk, self.prefill_chunk_busy)
-        ahead = (self.run_ahead + 2) * (self.num_drafts + 1) + self.lookahead + STOCK_PAGES * self.page_size
-        most = max(-(-(self.window + chunk) // self.page_size), -(-(self.window + ahead) // self.page_size) + 1)
-        return min(most, self.pages_per_slot)
+        chunk, page = max(self.prefill_chunk, self.prefill_chunk_busy), self.page_size
+        ahead = (self.run_ahead + 2) * (self.num_drafts + 1) + self.lookahead + STOCK_PAGES * page
+        return min(max(-(-(self.window + chunk) // page), -(-(self.window + ahead) // page) + 1), self.pages_per_slot)
 
     @property
     def window_need(self) -> int:
@@ -183,6 +182,7 @@ class LLMConfig:
     offset, min_prob). draft_tree: dict(topk=, levels=, total=), a tree instead of a chain of drafts (draft/tree.py); it
     sets the number of drafts, total - 1. synthetic_acceptance: mean tokens per round, overrides only the accept
     decision. capture_seconds, capture_mib: what capturing the frames at start-up may take.
+    window_pages: pages for layers with a sliding window; by default what is always enough, more keep more prefixes.
     gpu_memory_mib: most that weights and pages may take on a GPU, even where more is free.
     adaptive: every frame makes the number of drafts, none included, that pays at its batch size and the acceptance
     seen so far; num_drafts is then the most. Nothing but this promises never to be slower than plain decoding: a fixed
@@ -210,6 +210,7 @@ class LLMConfig:
     max_slots: int | None = None
     page_size: int | None = None
     num_pages: int | None = None
+    window_pages: int | None = None
     prefill_chunk: int | None = None
     prefill_chunk_busy: int | None = None
     prefill_tiers: tuple[int, ...] = ()
@@ -299,7 +300,7 @@ _KINDS: tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...] = (
     (
         (int,), "a whole number",
         ("num_drafts", "seed", "threads", "run_ahead", "max_model_len", "max_slots", "page_size", "num_pages",
-         "prefill_chunk"),
+         "window_pages", "prefill_chunk"),
     ),
     ((int, float), "a number", ("synthetic_acceptance",)),
     ((str, os.PathLike), "text or a path", ("model", "tokenizer")),
@@ -322,11 +323,14 @@ def resolve_engine(
     memory_bytes: int,
     on_cpu: bool,
     slot_bytes: int = 0,
+    window: int = 0,
+    window_bytes_per_token: int = 0,
 ) -> EngineConfig:
     """Every engine number, from what the user said, the model's context and the memory there is for KV.
 
-    context: the model's longest sequence. eos_ids: how many tokens end a sequence for the model. memory_bytes: what may
-    be spent on pages when num_pages is not given, less slot_bytes for every slot.
+    context: the model's longest sequence. eos_ids: how many tokens end a sequence for the model. memory_bytes: what
+    may be spent on pages when num_pages is not given, less slot_bytes for every slot. window_bytes_per_token: of layers
+    with a window of that many tokens, which kv_bytes_per_token leaves out.
     """
     max_model_len = context if user.max_model_len is None else user.max_model_len
     if max_model_len > context:
@@ -336,20 +340,6 @@ def resolve_engine(
     _between("page_size", page_size, 1, 1024)
     _between("max_slots", max_slots, 1, 4096)
     memory_bytes -= slot_bytes * (max_slots + 1)
-    reach = max(num_drafts, lookahead) + 1
-    one = -(-(max_model_len + 2 * reach) // page_size)
-    if user.num_pages is not None:
-        num_pages = user.num_pages
-    else:
-        wanted = min(max_slots * one, max(one, 32768 // page_size))
-        fitting = memory_bytes // (kv_bytes_per_token * page_size)
-        if fitting < one and not on_cpu:
-            raise ConfigError(
-                f"the GPU memory left for KV pages, {max(0, memory_bytes) / 2**20:.1f} MiB, holds {max(0, fitting)} "
-                f"pages of {page_size} tokens ({kv_bytes_per_token * page_size / 2**20:.3f} MiB each); one sequence of "
-                f"max_model_len={max_model_len} needs {one}: lower max_model_len, or give more memory"
-            )
-        num_pages = max(one, min(wanted, fitting))
     buckets = tuple(user.slot_buckets)
     tiers = tuple(sorted({min(t, num_drafts + 1) for t in user.row_tiers}))
     if not on_cpu:  # captured frames need fixed shapes
@@ -365,10 +355,12 @@ def resolve_engine(
         chunk_tiers = tuple(sorted({min(t, chunk) for t in chunk_tiers}))
         # Until chunks and frames have been timed (device/graphs.py), the smallest chunk is the careful choice.
         busy = busy if busy is not None else chunk_tiers[0]
-    return EngineConfig(
+    reach = max(num_drafts, lookahead) + 1
+    one = -(-(max_model_len + 2 * reach) // page_size)
+    made = EngineConfig(
         max_slots=max_slots,
         page_size=page_size,
-        num_pages=num_pages,
+        num_pages=2**31 - 1 if user.num_pages is None else user.num_pages,
         max_model_len=max_model_len,
         run_ahead=user.run_ahead if user.run_ahead is not None else (1 if on_cpu else 2),
         num_drafts=num_drafts,
@@ -385,4 +377,28 @@ def resolve_engine(
         adaptive=user.adaptive and num_drafts > 0,
         catch_up=max(CATCH_UP, 2 * (num_drafts + 1)) if user.adaptive and lookahead else 0,
         max_stop_ids=max(MAX_STOP_IDS, eos_ids + MAX_STOP_IDS // 2),
+        window=window,
+        window_pages=2**31 - 1,
     )
+    if user.num_pages is None:
+        wanted = min(max_slots * one, max(one, 32768 // page_size))
+        fitting = _fitting(made, memory_bytes, kv_bytes_per_token * page_size, window_bytes_per_token * page_size)
+        if fitting < one and not on_cpu:
+            raise ConfigError(
+                f"the GPU memory left for KV pages, {max(0, memory_bytes) / 2**20:.1f} MiB, holds {max(0, fitting)} "
+                f"pages of {page_size} tokens ({kv_bytes_per_token * page_size / 2**20:.3f} MiB each); one sequence of "
+                f"max_model_len={max_model_len} needs {one}: lower max_model_len, or give more memory"
+            )
+        made = replace(made, num_pages=max(one, min(wanted, fitting)))
+    need = made.window_need if window else 0
+    return replace(made, window_pages=need if user.window_pages is None else user.window_pages)
+
+
+def _fitting(engine: EngineConfig, memory_bytes: int, page: int, window_page: int) -> int:
+    """How many pages there is memory for: page bytes each, and window_page more for each window page they need."""
+    both = memory_bytes // (page + window_page)
+    quotas = engine.max_slots * engine.window_quota if window_page else 0
+    if not window_page or both <= quotas:
+        return both
+    rest = memory_bytes - quotas * window_page
+    return rest // page if page else 2**31 - 1

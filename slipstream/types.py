@@ -303,7 +303,7 @@ class FramePlan(NamedTuple):
     """What the host asks of one launch: control rows, then one decode frame, then one prefill chunk.
 
     decode: slots of the frame, in order; padded to the slot bucket with sink slot 0.
-    window_pages: the same for the table of layers with a sliding window; entries behind a slot's window stay as they are.
+    window_pages: the same for the table of layers with a sliding window; what is behind a window stays as it is.
     rows: R, verified rows of the whole frame, len(decode) <= rows; the device packs at most R.
     width: most rows any single slot can get.
     len_ub: upper bound on committed length + rows over the decode slots (attention width).

@@ -10,6 +10,9 @@ from torch import Tensor
 from slipstream.attention.protocol import AttentionContext
 from slipstream.memory.kv import KVPages
 
+Maker = Callable[[KVPages, Tensor, int], AttentionContext]
+"""(cache, page table, window; 0: none) to the context of a pass."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WindowLayers:
@@ -53,20 +56,20 @@ class ByLayer:
 
 
 def by_layer(
-    make: Callable[[KVPages, Tensor, int], AttentionContext],
+    make: Maker,
     kv: KVPages,
     table_SP: Tensor,
     layers: WindowLayers | None,
     window_table_SP: Tensor | None = None,
 ) -> AttentionContext:
-    """The context of a pass. make(cache, page table, window): one kind's.
-
-    window_table_SP: the pages of layers.kv, where windows have a cache of their own.
-    """
-    full = make(kv, table_SP, 0)
+    """The context of a pass over both kinds of layers. window_table_SP: the pages of layers.kv, where there is one."""
     if layers is None:
-        return full
+        return make(kv, table_SP, 0)
     if layers.kv is None:
-        return ByLayer(full, make(kv, table_SP, layers.size), layers)
-    assert window_table_SP is not None, "pages of the window layers are named by a table of their own"
-    return ByLayer(full, make(layers.kv, window_table_SP, layers.size), layers)
+        windowed = make(kv, table_SP, layers.size)
+    else:
+        assert window_table_SP is not None, "pages of the window layers are named by a table of their own"
+        windowed = make(layers.kv, window_table_SP, layers.size)
+    if all(has for has, _ in layers.place):
+        return windowed
+    return ByLayer(make(kv, table_SP, 0), windowed, layers)

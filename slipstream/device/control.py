@@ -40,7 +40,9 @@ class ControlWriter:
         for a in plan.admits:
             self._admit(a)
         if plan.pages:
-            self._append(plan.pages)
+            self._append("table", plan.pages)
+        if plan.window_pages:
+            self._append("window_table", plan.window_pages)
         if plan.decode and plan.decode != self._decode:
             self._put("decode", 0, plan.decode)
             self._decode = plan.decode
@@ -61,8 +63,8 @@ class ControlWriter:
         self._cells.append(np.arange(at, at + len(values), dtype=np.int64))
         self._values.append(np.asarray(values, dtype=np.int64))
 
-    def _append(self, appends: Sequence[PageAppend]) -> None:
-        start, stride = self.offset["table"], self.stride["table"]
+    def _append(self, table: str, appends: Sequence[PageAppend]) -> None:
+        start, stride = self.offset[table], self.stride[table]
         cells = [start + p.slot * stride + p.first + i for p in appends for i in range(len(p.pages))]
         self._cells.append(np.array(cells, dtype=np.int64))
         self._values.append(np.array([page for p in appends for page in p.pages], dtype=np.int64))
@@ -107,6 +109,8 @@ class ControlWriter:
         self._put("stop_ids", a.slot, (*request.stop_ids, *(-1,) * (self.stride["stop_ids"] - len(request.stop_ids))))
         self._put("history", a.slot, a.tokens)
         self._put("table", a.slot, (*a.pages, *(0,) * (self.stride["table"] - len(a.pages))))
+        if "window_table" in self.offset:
+            self._put("window_table", a.slot, (0,) * self.stride["window_table"])
 
     def _prefill(self, plan: FramePlan) -> None:
         """Rows of the chunk and the ends of prompts among them, padded with the sink's row 0."""

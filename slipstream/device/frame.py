@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from slipstream.attention.delta import DeltaFrame, DeltaSpans
-from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
-from slipstream.attention.protocol import AttentionContext, TreeSight
+from slipstream.attention.paged import RowGrid, cache_slots
+from slipstream.attention.protocol import TreeSight
+from slipstream.attention.windows import WindowLayers
 from slipstream.device.catch_up import CatchUp
 from slipstream.device.logits import LogitStages
 from slipstream.device.state import SlotState
-from slipstream.device.tree import compact, judge, judge_greedy, path_rows, place_rows, plant
+from slipstream.device.target_cache import TargetCache, spans
+from slipstream.device.tree import judge, judge_greedy, path_rows, place_rows, plant
 from slipstream.draft.protocol import Drafter, DraftSlots, DraftView, InPlaceDrafter, PrefillView, TargetRows
 from slipstream.draft.tree import TreeShape
 from slipstream.kernels import frame as ops
@@ -56,12 +58,14 @@ class Rows:
         """For attention over the grid. A padded row stands at some cell of the last slot."""
         rows, (slots, width) = self.pos_R.shape[0], self.row_of_BW.shape
         last_R, seen_R = (self.pos_R, None) if self.sight is None else self.sight
-        seen_BW = None if seen_R is None else seen_R[self.row_of_BW]
+        seen_BW, at_BW = (None, None) if seen_R is None else (seen_R[self.row_of_BW], self.pos_R[self.row_of_BW])
         if slots == 1 and rows == width:
-            return RowGrid(pos_BW=last_R.view(1, width), seen_BW=seen_BW)
+            return RowGrid(pos_BW=last_R.view(1, width), seen_BW=seen_BW, at_BW=at_BW)
         depth_R = torch.arange(rows, device=self.pos_R.device) - self.row_of_BW[self.owner_R, 0]
         cell_of_R = self.owner_R * width + depth_R.clamp(max=width - 1)
-        return RowGrid(pos_BW=last_R[self.row_of_BW], row_of_BW=self.row_of_BW, cell_of_R=cell_of_R, seen_BW=seen_BW)
+        return RowGrid(
+            pos_BW=last_R[self.row_of_BW], row_of_BW=self.row_of_BW, cell_of_R=cell_of_R, seen_BW=seen_BW, at_BW=at_BW
+        )
 
 
 def pack_rows(state: SlotState, slot_B: Tensor, *, rows: int, width: int, kernels: bool = False) -> Rows:
@@ -96,10 +100,12 @@ class Frame:
         tree: TreeShape | None = None,
         catch_up: CatchUp | None = None,
         states: StatePool | None = None,
+        windows: WindowLayers | None = None,
     ) -> None:
         """block: block verification where drafts have a dense law. fused, workspace: on a GPU, the target's pass as
         kernels, and the kernels' scratch. tree: the drafts' shape, where they are no chain. catch_up: where a drafter
-        with a cache of its own may be left out. states: of the target's recurrent layers, where it has some."""
+        with a cache of its own may be left out. states: of the target's recurrent layers, where it has some; windows:
+        its layers with a sliding window, likewise."""
         self.model = model
         self.kv, self.states = kv, states
         self.state = state
@@ -113,7 +119,10 @@ class Frame:
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.laws = state.laws() if self.kernels else None
         self.logit_stages = LogitStages(state, model.config.vocab_size, kernels=self.kernels)
-        self.heads_per_kv = model.config.num_heads // model.config.num_kv_heads
+        self.cache = TargetCache(
+            kv, state, heads_per_kv=model.config.num_heads // model.config.num_kv_heads, windows=windows,
+            workspace=workspace,
+        )  # fmt: skip
 
     def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:
         """Verify each slot's pending rows, commit what was accepted and draft for the next frame.
@@ -155,21 +164,10 @@ class Frame:
                 hidden=self.reads_hidden, width=plan.width, cell_R=rows.cell_R, sight=rows.sight,
             )  # fmt: skip
             return out.logits_RV, None if wanted else out.target_R, self._rows(rows, slot_B, out.taps, out.hidden_RH)
-        cache_slot_R = cache_slots(table_SP, rows.slot_R, rows.cell_R, self.kv.page_size)
-        attention: AttentionContext
-        if self.workspace is not None:
-            from slipstream.attention.kernel import KernelAttention
-
-            attention = KernelAttention(
-                self.kv, table_SP=table_SP, slot_R=rows.slot_R, pos_R=rows.pos_R, cache_slot_R=cache_slot_R,
-                workspace=self.workspace, sight=rows.sight,
-            )  # fmt: skip
-        else:
-            attention = PagedAttention(
-                self.kv, grid=rows.grid(), cache_slot_R=cache_slot_R, table_BP=table_SP[slot_B], len_ub=plan.len_ub,
-                heads_per_kv=self.heads_per_kv, mask_dtype=self.kv.data.dtype, first_page=plan.first_page,
-                reach=plan.reach,
-            )  # fmt: skip
+        attention = self.cache.rows(
+            plan, slot_B, slot_R=rows.slot_R, pos_R=rows.pos_R, cell_R=rows.cell_R, sight=rows.sight,
+            grid=None if self.kernels else rows.grid(),
+        )  # fmt: skip
         if self.states is not None:
             attention = DeltaFrame(
                 attention, self.states, committed_S=self.state.committed_S, slot_B=slot_B, rows_B=rows.rows_B,
@@ -200,13 +198,13 @@ class Frame:
         row_B, last_B = state.last_row_B[:places], state.last_slot_B[:places]
         token_R = state.history_SL[slot_R, pos_R]
         cache_slot_R = cache_slots(state.table_SP, slot_R, pos_R, self.kv.page_size)
-        hidden_RH, taps = self._read(plan, token_R, slot_R, pos_R, cache_slot_R)
+        hidden_RH, taps = self._read(plan, token_R, slot_R, pos_R)
         if self.drafter is not None:
             self.drafter.prefill(
                 PrefillView(
                     slot_R=slot_R, pos_R=pos_R, token_R=token_R, cache_slot_R=cache_slot_R, table_SP=state.table_SP,
                     history_SL=state.history_SL, last_row_B=row_B, last_slot_B=last_B,
-                    spans=[] if self.kernels else _spans(plan), taps=tuple(taps),
+                    spans=[] if self.kernels else spans(plan), taps=tuple(taps),
                     hidden_RH=hidden_RH if self.reads_hidden else None,
                 )
             )  # fmt: skip
@@ -230,29 +228,15 @@ class Frame:
             len_ub=state.history_SL.shape[1] if self.kernels else max(s.start + s.length for s, _ in ending) + 1,
         )  # fmt: skip
 
-    def _read(
-        self, plan: FramePlan, token_R: Tensor, slot_R: Tensor, pos_R: Tensor, cache_slot_R: Tensor
-    ) -> tuple[Tensor, Sequence[Tensor]]:
+    def _read(self, plan: FramePlan, token_R: Tensor, slot_R: Tensor, pos_R: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Hidden states [R, H] of a chunk and what the drafter taps, by whichever pass takes that many rows."""
         table_SP = self.state.table_SP
         if self.fused is not None and token_R.shape[0] <= self.fused.max_rows:
             return self.fused.forward(token_R, slot_R, pos_R, table_SP, taps=self.taps)
-        attention: AttentionContext
-        if self.kernels:
-            from slipstream.attention.kernel import ChunkAttention
-
-            attention = ChunkAttention(
-                self.kv, table_SP=table_SP, slot_R=slot_R, pos_R=pos_R, cache_slot_R=cache_slot_R,
-                heads_per_kv=self.heads_per_kv,
-            )  # fmt: skip
-        else:
-            attention = span_attention(
-                self.kv, _spans(plan), pos_R=pos_R, cache_slot_R=cache_slot_R, table_SP=table_SP,
-                heads_per_kv=self.heads_per_kv,
-            )  # fmt: skip
+        attention = self.cache.chunk(plan, slot_R, pos_R)
         if self.states is not None:
-            spans = [(s.slot, s.start, s.length) for s in plan.prefill]
-            attention = DeltaSpans(attention, self.states, slot_R=slot_R, pos_R=pos_R, spans=spans)
+            parts = [(s.slot, s.start, s.length) for s in plan.prefill]
+            attention = DeltaSpans(attention, self.states, slot_R=slot_R, pos_R=pos_R, spans=parts)
         hidden_RH, taps = self.model.forward(token_R, pos_R, attention, self.taps)
         if isinstance(attention, DeltaSpans):
             attention.commit()
@@ -320,7 +304,7 @@ class Frame:
             if sampled:
                 logits_RV = self._process(plan, state.params(rows.slot_R), logits_RV, rows.slot_R, rows.pos_R)
             verdict = judge(state, plan, shape, rows, logits_RV, target_R, params, self.synthetic)
-        compact(self.kv, state, slot_B, verdict, kernels=self.kernels)
+        self.cache.compact(slot_B, verdict)
         path = path_rows(state, rows, verdict)
         close = ops.close_round if self.kernels else ops.closed_round
         record_BC: Tensor = close(
@@ -427,8 +411,3 @@ class Frame:
         )  # fmt: skip
         if drafts.q_BKV is not None and state.draft_q is not None:
             state.draft_q[slot_B, : drafts.token_BK.shape[1]] = drafts.q_BKV
-
-
-def _spans(plan: FramePlan) -> list[tuple[int, int, int, int]]:
-    """(slot, start, length, first_page) of the chunk's spans."""
-    return [(s.slot, s.start, s.length, f) for s, f in zip(plan.prefill, plan.prefill_first_page, strict=True)]

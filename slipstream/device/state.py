@@ -30,7 +30,8 @@ class SlotState:
     alternatives wanted plus one, 0 for none.
     masked_S: 1 where a grammar decides, its masks are in device/masks.py.
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
-    table_SP: page ids by position // page_size, 0 (the sink) where none.
+    table_SP: page ids by position // page_size, 0 (the sink) where none. window_table_SP: those of layers with a
+    sliding window, None without such layers; entries behind a slot's window mean nothing.
     widest_frame: slots of the largest bucket, where that is more than max_slots.
     Where the target has recurrent layers (memory/states.py): absorbed_S tokens are in the slot's state, saved_SC says
     where states are saved.
@@ -52,8 +53,10 @@ class SlotState:
         draft_vocab: int | None = None,
         tree: bool = False,
         saved_states: int = 0,
+        windows: bool = False,
     ) -> None:
-        """saved_states: columns of saved_SC, 0 for a target without recurrent layers."""
+        """saved_states: columns of saved_SC, 0 for a target without recurrent layers. windows: the target has layers
+        with a sliding window."""
         s, widest = max_slots + 1, max(max_slots, widest_frame)
         self.device, self.real, self.num_drafts = device, real, num_drafts
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -87,6 +90,7 @@ class SlotState:
             **dict.fromkeys(("parent", "depth", "seen") if tree else (), (s, num_drafts + 1)),
             **({"absorbed": (s,), "saved": (s, saved_states)} if saved_states else {}),
             "table": (s, pages_per_slot),
+            **({"window_table": (s, pages_per_slot)} if windows else {}),
             "history": (s, max_len + num_drafts + 2),
             "decode": (widest,),
             "chunk_slot": (chunk_rows,),
@@ -123,6 +127,7 @@ class SlotState:
         self.behind_S = view("behind")
         self.masked_S = view("masked")
         self.table_SP = view("table")
+        self.window_table_SP = view("window_table") if windows else None
         self.stop_ids_ST = view("stop_ids").fill_(-1)
         self.mode_S, self.key_S, self.child_S = view("mode"), view("key"), view("child")
         self.top_k_S = view("top_k")

@@ -79,10 +79,12 @@ def path_rows(state: SlotState, rows: TargetRows, verdict: TreeVerdict) -> Targe
     )  # fmt: skip
 
 
-def compact(kv: KVPages, state: SlotState, slot_B: Tensor, verdict: TreeVerdict, *, kernels: bool) -> None:
+def compact(
+    kv: KVPages, table_SP: Tensor, state: SlotState, slot_B: Tensor, verdict: TreeVerdict, *, kernels: bool
+) -> None:
     """The accepted nodes' keys and values to their own positions. Call it before the commit."""
     move = ops.compact_path if kernels else ops.moved_path
-    move(kv.data, state.table_SP, slot_B, state.committed_S, verdict.path_BK, verdict.accepted_B)
+    move(kv.data, table_SP, slot_B, state.committed_S, verdict.path_BK, verdict.accepted_B)
 
 
 def plant(

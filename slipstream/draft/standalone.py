@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.attention.paged import PagedAttention, RowGrid, cache_slots, span_attention
 from slipstream.attention.protocol import AttentionContext
+from slipstream.attention.windows import WindowLayers, by_layer
 from slipstream.draft.choose import choose
 from slipstream.draft.protocol import Drafts, DraftView, FirstDraft, PrefillView
 from slipstream.memory.kv import KVPages
@@ -48,6 +49,8 @@ class StandaloneDrafter:
         config = model.config
         self.draft_vocab: int | None = config.vocab_size
         self.heads_per_kv = config.num_heads // config.num_kv_heads
+        # Its pages follow the target's, all of them, so windows are a matter of what rows see.
+        self.windows = WindowLayers.of(config.windows)
 
     def admit(self, admit: Admit) -> None:
         """Nothing to forget: all of its state is in the pages, which the new owner prefills."""
@@ -59,19 +62,20 @@ class StandaloneDrafter:
         return self.max_drafts * int(self.model.weight_bytes())
 
     def prefill(self, view: PrefillView) -> None:
-        attention: AttentionContext
-        if self.workspace is not None:
-            from slipstream.attention.kernel import ChunkAttention
+        def make(kv: KVPages, table_SP: Tensor, window: int) -> AttentionContext:
+            if self.workspace is not None:
+                from slipstream.attention.kernel import ChunkAttention
 
-            attention = ChunkAttention(
-                self.kv, table_SP=view.table_SP, slot_R=view.slot_R, pos_R=view.pos_R, cache_slot_R=view.cache_slot_R,
-                heads_per_kv=self.heads_per_kv,
+                return ChunkAttention(
+                    kv, table_SP=table_SP, slot_R=view.slot_R, pos_R=view.pos_R, cache_slot_R=view.cache_slot_R,
+                    heads_per_kv=self.heads_per_kv, window=window,
+                )  # fmt: skip
+            return span_attention(
+                kv, view.spans, pos_R=view.pos_R, cache_slot_R=view.cache_slot_R, table_SP=table_SP,
+                heads_per_kv=self.heads_per_kv, window=window,
             )  # fmt: skip
-        else:
-            attention = span_attention(
-                self.kv, view.spans, pos_R=view.pos_R, cache_slot_R=view.cache_slot_R, table_SP=view.table_SP,
-                heads_per_kv=self.heads_per_kv,
-            )  # fmt: skip
+
+        attention = by_layer(make, self.kv, view.table_SP, self.windows)
         self.model.forward(view.token_R, view.pos_R, attention)
 
     def extend(self, view: DraftView) -> FirstDraft:
@@ -104,20 +108,22 @@ class StandaloneDrafter:
         slot_R = view.slot_B[:, None].expand_as(pos_BW).reshape(-1)
         pos_R = torch.where(slot_R > 0, pos_BW.reshape(-1), 0)
         cache_slot_R = cache_slots(view.table_SP, slot_R, pos_R, self.kv.page_size)
-        attention: AttentionContext
-        if self.workspace is not None:
-            from slipstream.attention.kernel import KernelAttention
 
-            attention = KernelAttention(
-                self.kv, table_SP=view.table_SP, slot_R=slot_R, pos_R=pos_R, cache_slot_R=cache_slot_R,
-                workspace=self.workspace,
+        def make(kv: KVPages, table_SP: Tensor, window: int) -> AttentionContext:
+            if self.workspace is not None:
+                from slipstream.attention.kernel import KernelAttention
+
+                return KernelAttention(
+                    kv, table_SP=table_SP, slot_R=slot_R, pos_R=pos_R, cache_slot_R=cache_slot_R,
+                    workspace=self.workspace, window=window,
+                )  # fmt: skip
+            return PagedAttention(
+                kv, grid=RowGrid(pos_BW=pos_R.view_as(pos_BW)), cache_slot_R=cache_slot_R,
+                table_BP=table_SP[view.slot_B], heads_per_kv=self.heads_per_kv, mask_dtype=kv.data.dtype,
+                len_ub=min(len_ub, table_SP.shape[1] * kv.page_size), window=window,
             )  # fmt: skip
-        else:
-            attention = PagedAttention(
-                self.kv, grid=RowGrid(pos_BW=pos_R.view_as(pos_BW)), cache_slot_R=cache_slot_R,
-                table_BP=view.table_SP[view.slot_B], heads_per_kv=self.heads_per_kv, mask_dtype=self.kv.data.dtype,
-                len_ub=min(len_ub, view.table_SP.shape[1] * self.kv.page_size),
-            )  # fmt: skip
+
+        attention = by_layer(make, self.kv, view.table_SP, self.windows)
         hidden_RH, _ = self.model.forward(token_BW.reshape(-1), pos_R, attention)
         return hidden_RH  # type: ignore[no-any-return]
 

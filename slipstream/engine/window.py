@@ -67,6 +67,10 @@ class WindowPages:
         """Pages that some slot's window covers, or that its next rows are written to."""
         return self.num_pages - len(self._free) - len(self._left) - len(self._idle)
 
+    def report(self) -> dict[str, int]:
+        """For statistics: pages in all, free, held by slots now, the most that were; the others are the cache's."""
+        return {"pages": self.num_pages, "free": self.num_free, "held": self.held, "most_held": self.most}
+
     # -- the prefix cache ----------------------------------------------------------------------
 
     def usable(self, path: Sequence[Node]) -> int:

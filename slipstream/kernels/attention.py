@@ -40,8 +40,8 @@ def paged_attention(
     neighbours: then they share what they read. k, v [pages, page size, K, D]; cells that no row may see can
     hold anything. table [slots, pages per slot]; slot, pos [R]: int32 or int64. partial, counters: a Workspace.
     per_slot: how many rows a slot has, a hint for the cut.
-    first_cell: positions before it are hidden from all rows, whose own must not be among them. low_R [R], int32 or int64:
-    the first position that a row with a sliding window sees, 0 or less for all; of a tree, not above pos + 1.
+    first_cell: positions before it are hidden from all rows, whose own must not be among them. low_R [R], int32 or
+    int64: the first position that a row with a sliding window sees, 0 or less for all; of a tree, not above pos + 1.
     """
     heads, dim = q_RND.shape[1], q_RND.shape[2]
     page_size, kv_heads = k_PSKD.shape[1], k_PSKD.shape[2]

@@ -12,7 +12,7 @@ from slipstream.errors import ConfigError
 
 
 class KVPages:
-    """Keys and values of all layers: one tensor [layers, 2, pages, page_size, K, D].
+    """Keys and values of all layers, or of those of a kind: one tensor [layers, 2, pages, page_size, K, D].
 
     Pages are zeroed lazily by the operating system and again when they change hands (`clear`), so a
     masked column never multiplies a number that another request left there.
@@ -32,7 +32,9 @@ class KVPages:
         shape = (num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim)
         try:
             self.data = (
-                _lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
+                _lazy_zeros(shape, dtype)
+                if device.type == "cpu" and num_layers
+                else torch.zeros(shape, dtype=dtype, device=device)
             )
         except (RuntimeError, MemoryError) as e:
             need = self.bytes_for(num_layers, num_pages + 1, page_size, num_kv_heads, head_dim, dtype)

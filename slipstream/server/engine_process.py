@@ -127,6 +127,7 @@ class EngineProcess:
                 "pages": core.config.num_pages,
                 "pages_free": ledger.pool.num_free,
                 "pages_cached": ledger.radix.num_pages,
+                "window": None if ledger.window is None else ledger.window.report(),
             },
         }
         if check:

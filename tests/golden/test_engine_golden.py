@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from slipstream import LLM, SamplingParams
 from tests.support.reference import planted_oracle
 
-CASES = ("target_llama", "target_qwen3")
+CASES = ("target_llama", "target_qwen3", "target_gemma3")
 DRAFTERS = ("none", "ngram", "oracle", "itself")
 # (page size, prefill chunk): every page size with a chunk below a page's or the prompt's length, and one above.
 LAYOUTS = ((1, 3), (1, 256), (16, 7), (16, 256), (32, 3), (32, 256))

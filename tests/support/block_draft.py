@@ -66,7 +66,7 @@ def write_block_draft(
     if kind == "dspark":
         own = load_file(target / "model.safetensors")
         tensors["embed_tokens.weight"] = own["model.embed_tokens.weight"]
-        tensors["lm_head.weight"] = own["lm_head.weight"]
+        tensors["lm_head.weight"] = own.get("lm_head.weight", own["model.embed_tokens.weight"]).clone()
         tensors["markov_head.markov_w1.weight"] = matrix(vocab, rank)
         tensors["markov_head.markov_w2.weight"] = matrix(vocab, rank)
         if head == "gated":

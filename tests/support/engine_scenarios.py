@@ -58,23 +58,23 @@ def draw_scenario(pick: Pick, run_ahead: int, page_size: int, *, windows: bool =
     slots, short = pick(1, 4), pick(0, 3) > 0
     one = -(-(context + k + 1) // page_size)
     window = pick(1, 12) if windows else 0
-    values: dict[str, Any] = dict(
-        max_slots=slots,
-        page_size=page_size,
-        num_pages=one + pick(0, 3 * one),
-        max_model_len=context,
-        run_ahead=run_ahead,
-        num_drafts=k,
-        prefill_chunk=pick(1, 24),
-        prefill_chunk_busy=pick(1, 8),
-        prefix_cache=pick(0, 3) > 0,
-        slot_buckets=((1, 2, 4), (2, 4), ())[pick(0, 2)],
-        rereads=(context + 1) % 2,
-        row_tiers=((1, 2, 4, 8), ())[pick(0, 1)],
-        adaptive=k > 0 and pick(0, 2) == 0,
-        window=window,
-        window_pages=2**20,
-    )
+    values: dict[str, Any] = {
+        "max_slots": slots,
+        "page_size": page_size,
+        "num_pages": one + pick(0, 3 * one),
+        "max_model_len": context,
+        "run_ahead": run_ahead,
+        "num_drafts": k,
+        "prefill_chunk": pick(1, 24),
+        "prefill_chunk_busy": pick(1, 8),
+        "prefix_cache": pick(0, 3) > 0,
+        "slot_buckets": ((1, 2, 4), (2, 4), ())[pick(0, 2)],
+        "rereads": (context + 1) % 2,
+        "row_tiers": ((1, 2, 4, 8), ())[pick(0, 1)],
+        "adaptive": k > 0 and pick(0, 2) == 0,
+        "window": window,
+        "window_pages": 2**20,
+    }
     values["window_pages"] = EngineConfig(**values).window_need + (pick(0, 3) if windows else 0)
     config = EngineConfig(**values)
     vocab = pick(2, 16)

@@ -44,7 +44,7 @@ class DenseReference:
     def logits(self, tokens: Sequence[int]) -> Any:
         """[L, V]: what the model itself says at each position."""
         pos = torch.arange(len(tokens))
-        hidden, _ = self.model.forward(torch.tensor(tokens), pos, DenseCausal(pos))
+        hidden, _ = self.model.forward(torch.tensor(tokens), pos, DenseCausal(pos, self.model.config.windows))
         return self.model.logits(hidden)
 
     def _next(self, tokens: list[int], params: SamplingParams, child: int, prompt_len: int) -> int:

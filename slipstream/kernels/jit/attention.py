@@ -22,8 +22,8 @@ def paged_attention_kernel(
     ROWS: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
     SKIP: tl.constexpr, LOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, KH, SPLITS); DP and GP are D and G rounded up to powers of two. Positions below SKIP are hidden; with LOW
-    also those below the row's own first one, and blocks that no row of the tile sees are not read."""
+    """Grid (R, KH, SPLITS); DP and GP are D and G rounded up to powers of two. Positions below SKIP are hidden; with
+    LOW also those below the row's own first one, and blocks that no row of the tile sees are not read."""
     first = tl.program_id(0)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -161,6 +161,6 @@ def launch_paged_attention(
         q, k, v, out, table, slot, pos, tree, low, ws, counters,
         rows, table.shape[1], k.shape[1], scale,
         N=heads, KH=kv_heads, D=dim, DP=triton.next_power_of_2(dim), G=group, GP=triton.next_power_of_2(group),
-        ROWS=rows_per_tile(group), BT=c.block, SPLITS=c.splits, TREE=tree is not None, SKIP=first_cell, LOW=low is not None,
-        PDL=pdl, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
+        ROWS=rows_per_tile(group), BT=c.block, SPLITS=c.splits, TREE=tree is not None, SKIP=first_cell,
+        LOW=low is not None, PDL=pdl, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
     )  # fmt: skip

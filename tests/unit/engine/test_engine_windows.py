@@ -76,7 +76,7 @@ def _a_window_too_short(m: pytest.MonkeyPatch) -> None:
 
 
 def _hits_without_their_window(m: pytest.MonkeyPatch) -> None:
-    m.setattr(WindowPages, "usable", lambda self, path: max((i for i, n in enumerate(path, 1) if n.window), default=0))
+    m.setattr(WindowPages, "usable", lambda self, path: len(path))
 
 
 def _forget_nothing(m: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,8 @@ def test_a_planted_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], m
 
 def make(**options: int) -> tuple[EngineCore, FakeDevice]:
     values = {"max_slots": 2, "page_size": 32, "num_pages": 520, "max_model_len": 8192, "prefill_chunk": 256,
-              "prefill_chunk_busy": 256, "window": 512, "window_pages": 48, "run_ahead": 2, "num_drafts": 3, **options}  # fmt: skip
+              "prefill_chunk_busy": 256, "window": 512, "window_pages": 48, "run_ahead": 2, "num_drafts": 3,
+              **options}  # fmt: skip
     config = EngineConfig(**values)
     device = FakeDevice(
         num_drafts=config.num_drafts, page_size=config.page_size, run_ahead=config.run_ahead, vocab=VOCAB,

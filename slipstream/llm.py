@@ -172,8 +172,8 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Engine counters, the seconds spent inside the device's frames, and what capturing them at start-up took
-        ({"graphs", "seconds", "mib"}; None where nothing is captured), and pages of layers with a sliding window ({"pages",
-        "free", "held", "most_held"}; None without such layers)."""
+        ({"graphs", "seconds", "mib"}; None where nothing is captured), and pages of layers with a sliding window
+        ({"pages", "free", "held", "most_held"}; None without such layers)."""
         window = self._engine.scheduler.ledger.window
         return {
             **self._engine.metrics.snapshot(),

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from slipstream import LLM, SamplingParams
 from tests.support.reference import planted_oracle
 
-CASES = ("target_llama", "target_qwen3", "target_gemma3")
+CASES = ("target_llama", "target_qwen3")
 DRAFTERS = ("none", "ngram", "oracle", "itself")
 # (page size, prefill chunk): every page size with a chunk below a page's or the prompt's length, and one above.
 LAYOUTS = ((1, 3), (1, 256), (16, 7), (16, 256), (32, 3), (32, 256))
@@ -57,6 +57,24 @@ def test_greedy_ids(
         elif drafter != "none":
             assert 0 < spec.accepted < spec.drafted
         llm.check_idle()
+
+
+# Each layout, drafter and type once or more; the windows of the model's layers are 8 tokens long.
+WINDOWED = [
+    (drafter, dtype, *LAYOUTS[(i + 4 * j) % len(LAYOUTS)])
+    for j, dtype in enumerate(("float32", "float64"))
+    for i, drafter in enumerate(DRAFTERS)
+]
+
+
+@pytest.mark.parametrize(("drafter", "dtype", "page_size", "chunk"), WINDOWED)
+def test_greedy_ids_of_a_model_with_windows(
+    golden_dir: Path, drafter: str, dtype: str, page_size: int, chunk: int
+) -> None:
+    folder = golden_dir / "target_gemma3"
+    expected = load_file(folder / "expected.safetensors")
+    of = (folder, expected["prompt_ids"].tolist(), expected["greedy_ids"].tolist())
+    test_greedy_ids(of, drafter, dtype, page_size, chunk)
 
 
 def test_a_wrong_weight_is_noticed(case: tuple[Path, list[int], list[int]]) -> None:

@@ -25,6 +25,7 @@ from slipstream.errors import ConfigError, ModelLoadError, UnsupportedError
 from slipstream.memory.host import keep_large_temporaries
 from slipstream.memory.kv import KVPages
 from slipstream.memory.states import StatePool, StateShape
+from slipstream.models.delta_net import state_shape
 from slipstream.models.loader import LoadedModel, load_model
 from slipstream.text import Tokenizer
 from slipstream.text.grammar import Grammars
@@ -317,13 +318,7 @@ def _recurrent(model: Any, draft: LoadedModel | None, tree: TreeShape | None) ->
             f"draft_tree with {c.architecture}: recurrent layers have one state per sequence, each branch of a "
             f"tree would need its own; leave draft_tree out, drafts are then a chain"
         )
-    if model.device.type == "cuda":
-        raise UnsupportedError(f"{c.architecture}: recurrent layers run on device=cpu only so far")
-    d = c.delta
-    return StateShape(
-        layers=len(c.delta_layers), heads=d.value_heads, key_dim=d.key_dim, value_dim=d.value_dim,
-        inputs=d.channels + 2 * d.value_heads, history=d.conv - 1,
-    )  # fmt: skip
+    return state_shape(c)
 
 
 def _states(shape: StateShape, state: SlotState, engine: EngineConfig, model: Any) -> StatePool:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from slipstream.attention.protocol import AttentionContext
-from slipstream.kernels import delta as ops
-from slipstream.kernels.delta import DeltaWeights, Span
+from slipstream.kernels import delta, delta_ops
+from slipstream.kernels.delta import DeltaWeights, Span, delta_tiles
 from slipstream.memory.states import StatePool
 
 
@@ -29,20 +29,25 @@ class DeltaFrame:
         rows_B: Tensor,
         owner_R: Tensor,
         row_of_BW: Tensor,
+        kernels: bool = False,
     ) -> None:
+        """kernels: by the ops, one launch each on a GPU."""
         self.attend = attention.attend
         self.pool, self.committed_S, self.slot_B, self.rows_B = pool, committed_S, slot_B, rows_B
-        self.owner_R, self.row_of_BW = owner_R, row_of_BW
+        self.owner_R, self.row_of_BW, self.kernels = owner_R, row_of_BW, kernels
 
     def delta(self, layer: int, x_RX: Tensor, weights: DeltaWeights) -> Tensor:
-        return ops.delta_rows(
-            x_RX, self.pool.layers[layer], weights, self.committed_S, self.slot_B, self.rows_B, self.owner_R,
-            self.row_of_BW,
-        )  # fmt: skip
+        memory = self.pool.layers[layer]
+        rows = (self.committed_S, self.slot_B, self.rows_B, self.owner_R, self.row_of_BW)
+        if not self.kernels:
+            return delta.delta_rows(x_RX, memory, weights, *rows)
+        out_RNV: Tensor = delta_ops.delta_rows(x_RX, *memory, *weights, *rows)
+        return out_RNV
 
     def commit(self) -> None:
         """What every state includes now: all but the drafts, which count once slot state says that they do."""
-        ops.absorbed_rows(self.pool.absorbed_S, self.committed_S, self.slot_B, self.rows_B)
+        absorb = delta_ops.delta_absorb if self.kernels else delta.absorbed_rows
+        absorb(self.pool.absorbed_S, self.committed_S, self.slot_B, self.rows_B)
 
 
 class DeltaSpans:
@@ -55,7 +60,24 @@ class DeltaSpans:
         self.pool, self.slot_R, self.pos_R, self.spans = pool, slot_R, pos_R, spans
 
     def delta(self, layer: int, x_RX: Tensor, weights: DeltaWeights) -> Tensor:
-        return ops.delta_spans(x_RX, self.pool.layers[layer], weights, self.spans)
+        return delta.delta_spans(x_RX, self.pool.layers[layer], weights, self.spans)
 
     def commit(self) -> None:
         self.pool.absorbed_S.scatter_reduce_(0, self.slot_R, self.pos_R + 1, "amax")
+
+
+class DeltaChunk(DeltaSpans):
+    """As DeltaSpans, by the op: the spans follow from slots and positions, padding stands behind them."""
+
+    def __init__(self, attention: AttentionContext, pool: StatePool, *, slot_R: Tensor, pos_R: Tensor) -> None:
+        super().__init__(attention, pool, slot_R=slot_R, pos_R=pos_R, spans=())
+        slots = pool.absorbed_S.shape[0]
+        self.tile_3T = delta_tiles(slot_R, pos_R, delta_ops.PROMPT_TILE, slots, pool.early)
+
+    def delta(self, layer: int, x_RX: Tensor, weights: DeltaWeights) -> Tensor:
+        m = self.pool.layers[layer]
+        out_RNV: Tensor = delta_ops.delta_prompt(
+            x_RX, m.state_SNKV, m.recent_SMX, m.saved_ZNKV, m.saved_ZHX, m.saved_SC, m.interval, m.early, *weights,
+            self.slot_R, self.pos_R, self.tile_3T,
+        )  # fmt: skip
+        return out_RNV

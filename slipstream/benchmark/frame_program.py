@@ -39,8 +39,10 @@ from slipstream.draft.tree import TreeShape
 from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
+from slipstream.memory.states import StatePool
 from slipstream.models.config import parse_hf_config
 from slipstream.models.decoder import Decoder
+from slipstream.models.delta_net import state_shape
 from slipstream.models.dummy import DummyTensors, DummyWeights
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.registry import model_class
@@ -53,6 +55,13 @@ CONFIG = {
     "intermediate_size": 128, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }  # fmt: skip
+
+HYBRID = {
+    **CONFIG, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "full_attention_interval": 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+"""One recurrent layer and one of attention."""
 
 TREE = TreeShape(topk=2, levels=3, total=4)
 
@@ -101,6 +110,15 @@ REQUEST_KERNELS = (
     "slipstream::token_logprobs",
 )
 
+HYBRID_KERNELS = (
+    "slipstream::delta_rows",
+    "slipstream::delta_absorb",
+    "slipstream::delta_prompt",
+    "slipstream::paged_attention",
+    "slipstream::pack_rows",
+    "slipstream::ngram_draft",
+)
+
 PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention", "slipstream::pack_rows")
 """Where the fused pass does not fit the model."""
 
@@ -112,21 +130,23 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     eagle3-sampled: with an EAGLE-3 head; mtp, mtp-sampled: with an MTP head; eagle3-off, mtp-off: with one that catches
     up before a frame without drafting; tree, tree-sampled: with an EAGLE-3 head that drafts trees; library: greedy with
     the kernels that stand between library products; grammar: greedy, with masks going up; requests,
-    requests-tree: sampled, with all that only some requests ask for; or model: sampled, with
-    drafts by a model, and the plain pass for both. plant: "module:function" that puts a known fault back into a
-    production function, to see that the proof turns red (tests/unit/test_frame_proof.py).
+    requests-tree: sampled, with all that only some requests ask for; model: sampled, with drafts by a model, and the
+    plain pass for both; or hybrid: a target with a recurrent layer, whose states are saved for a prefix cache. plant:
+    "module:function" that puts a known fault back into a production function, to see that the proof turns red
+    (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(
         max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts, lookahead=1 + TREE.expanded
     )
-    config = parse_hf_config(dict(CONFIG))
+    hybrid = kind == "hybrid"
+    config = parse_hf_config(dict(HYBRID if hybrid else CONFIG))
     weights = WeightBuilder(DummyWeights(config, seed=0, device=device), device=device, dtype=torch.bfloat16)
     model = model_class(config.architecture)(config, weights)
     assert isinstance(model, Decoder)
     kv = KVPages(
-        num_layers=config.num_layers, num_pages=engine.num_pages, page_size=page, num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
+        num_layers=len(config.kv_layers), num_pages=engine.num_pages, page_size=page,
+        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
     workspace, tree = Workspace(device), TREE if "tree" in kind else None
     every = kind.startswith("requests")
@@ -145,10 +165,14 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     state = SlotState(
         max_slots=slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot, num_drafts=drafts,
         chunk_rows=CHUNK, device=device, draft_vocab=drafter.draft_vocab, tree=tree is not None,
+        saved_states=engine.max_model_len // 64 + 2 if hybrid else 0,
     )  # fmt: skip
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
-    fused = None if kind == "model" else FusedDecoder(model, kv, workspace, config=cut)
-    frame = Frame(model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace, tree=tree)
+    fused = None if kind == "model" or hybrid else FusedDecoder(model, kv, workspace, config=cut)
+    frame = Frame(
+        model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace, tree=tree,
+        states=_states(model, state, slots, drafts) if hybrid else None,
+    )  # fmt: skip
     if kind.endswith("-off"):
         frame.catch_up = CatchUp(
             drafter, state, ring=16, page_size=page, hidden_size=config.hidden_size, dtype=torch.bfloat16
@@ -180,7 +204,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             frame.decode(plan, state.decode_B[: len(plan.decode)])
             assert frame.prefill(plan, last=True) is not None
 
-    kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS}.get(kind, KERNELS)
+    kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS, "hybrid": HYBRID_KERNELS}.get(kind, KERNELS)
     if kind in ("dspark", "suffix") or isinstance(drafter, FeatureDrafter):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
     if kind == "suffix":
@@ -196,6 +220,15 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         kernels = tuple(name for name in kernels if name != "slipstream::argmax_finish")
         kernels = (*kernels, *REQUEST_KERNELS)
     return Program(one, 2, (*kernels, *(SAMPLED if sampled else GREEDY)))
+
+
+def _states(model: Decoder, state: SlotState, slots: int, drafts: int) -> StatePool:
+    shape = state_shape(model.config)
+    assert shape is not None
+    return StatePool(
+        shape, max_slots=slots, saved=4, rows=drafts + 1, absorbed_S=state.absorbed_S, saved_SC=state.saved_SC,
+        interval=64, dtype=model.dtype, device=model.device,
+    )  # fmt: skip
 
 
 def _block_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> Drafter:

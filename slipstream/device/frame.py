@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.attention.delta import DeltaFrame, DeltaSpans
+from slipstream.attention.delta import DeltaChunk, DeltaFrame, DeltaSpans
 from slipstream.attention.paged import RowGrid, cache_slots
 from slipstream.attention.protocol import TreeSight
 from slipstream.attention.windows import WindowLayers
@@ -171,7 +171,7 @@ class Frame:
         if self.states is not None:
             attention = DeltaFrame(
                 attention, self.states, committed_S=self.state.committed_S, slot_B=slot_B, rows_B=rows.rows_B,
-                owner_R=rows.owner_R, row_of_BW=rows.row_of_BW,
+                owner_R=rows.owner_R, row_of_BW=rows.row_of_BW, kernels=self.kernels,
             )  # fmt: skip
         hidden_RH, taps = self.model.forward(rows.token_R, rows.pos_R, attention, self.taps)
         if isinstance(attention, DeltaFrame):
@@ -235,8 +235,11 @@ class Frame:
             return self.fused.forward(token_R, slot_R, pos_R, table_SP, taps=self.taps)
         attention = self.cache.chunk(plan, slot_R, pos_R)
         if self.states is not None:
-            parts = [(s.slot, s.start, s.length) for s in plan.prefill]
-            attention = DeltaSpans(attention, self.states, slot_R=slot_R, pos_R=pos_R, spans=parts)
+            if self.kernels:
+                attention = DeltaChunk(attention, self.states, slot_R=slot_R, pos_R=pos_R)
+            else:
+                spans = [(s.slot, s.start, s.length) for s in plan.prefill]
+                attention = DeltaSpans(attention, self.states, slot_R=slot_R, pos_R=pos_R, spans=spans)
         hidden_RH, taps = self.model.forward(token_R, pos_R, attention, self.taps)
         if isinstance(attention, DeltaSpans):
             attention.commit()

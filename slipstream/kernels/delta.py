@@ -197,7 +197,8 @@ def delta_spans(x_RX: Tensor, memory: DeltaMemory, w: DeltaWeights, spans: Seque
             out_RNV[at + done : at + done + piece] = out_LNV
             done, count = done + piece, count + piece
             if interval and count % interval == 0:
-                to_1 = memory.saved_SC[slot, count // interval :][:1]
+                place = min(count // interval, memory.saved_SC.shape[1] - 1)
+                to_1 = memory.saved_SC[slot, place : place + 1]
                 memory.saved_ZNKV.index_copy_(0, to_1, state_NKV[None])
                 memory.saved_ZHX.index_copy_(0, to_1, window_LX[None, done : done + history])
         memory.state_SNKV[slot] = state_NKV
@@ -217,3 +218,27 @@ def spans_of(slot_R: Tensor, pos_R: Tensor) -> list[Span]:
         elif slot:
             spans.append([slot, pos, 1])
     return [(slot, start, length) for slot, start, length in spans]
+
+
+def delta_tiles(slot_R: Tensor, pos_R: Tensor, rows_per_tile: int, slots: int, early: int = 0) -> Tensor:
+    """Tiles of packed prompt rows, int32 [3, T]: the first row of each, the first row of its slot, and its rows.
+
+    T = ceil(R / rows_per_tile) + 2 min(slots, R); where there is no such tile, rows is 0. A tile opens where the slot
+    changes and where position + early is a multiple of rows_per_tile. Rows of slot 0 are padding behind all others.
+    Once per pass; the layers share it.
+    """
+    rows, device = slot_R.shape[0], slot_R.device
+    tiles = -(-rows // rows_per_tile) + 2 * min(slots, rows)
+    row_R = torch.arange(rows, device=device)
+    begins_R = slot_R != torch.cat([slot_R.new_full((1,), -1), slot_R[:-1]])
+    run_R = torch.where(begins_R, row_R, 0).cummax(0).values
+    real_R = slot_R > 0
+    opens_R = real_R & (begins_R | ((pos_R + early) % rows_per_tile == 0))
+    # Padding, and rows that open nothing, write to one more cell, which is cut off.
+    mine_R = torch.where(real_R, opens_R.cumsum(0) - 1, tiles)
+    to_R = torch.where(opens_R, mine_R, tiles)
+    tile = torch.zeros(3, tiles + 1, dtype=torch.int64, device=device)
+    tile[0].scatter_(0, to_R, row_R)
+    tile[1].scatter_(0, to_R, run_R)
+    tile[2].scatter_add_(0, mine_R, torch.ones_like(row_R))
+    return tile[:, :tiles].to(torch.int32)

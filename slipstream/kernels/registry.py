@@ -43,6 +43,9 @@ KERNELS: dict[str, str] = {
     "tree_rows": "slipstream.kernels.tree",
     "compact_path": "slipstream.kernels.tree",
     "walk_trees": "slipstream.kernels.tree",
+    "delta_rows": "slipstream.kernels.delta_ops",
+    "delta_absorb": "slipstream.kernels.delta_ops",
+    "delta_prompt": "slipstream.kernels.delta_ops",
     "join_norms": "slipstream.kernels.eagle",
 }
 """Op name -> module that defines it."""

@@ -10,9 +10,21 @@ from torch import Tensor
 
 from slipstream.attention.protocol import AttentionContext, DeltaContext
 from slipstream.kernels.delta import DeltaWeights
+from slipstream.memory.states import StateShape
 from slipstream.models.config import DeltaConfig, ModelConfig
 from slipstream.models.linear import Dense, Linear
 from slipstream.models.weights import WeightBuilder, wide_dtype
+
+
+def state_shape(config: ModelConfig) -> StateShape | None:
+    """Sizes of the states that a model's recurrent layers keep, None without any."""
+    d = config.delta
+    if d is None or not config.delta_layers:
+        return None
+    return StateShape(
+        layers=len(config.delta_layers), heads=d.value_heads, key_dim=d.key_dim, value_dim=d.value_dim,
+        inputs=d.channels + 2 * d.value_heads, history=d.conv - 1,
+    )  # fmt: skip
 
 
 class GatedNorm:

@@ -15,6 +15,7 @@ from slipstream.attention.delta import DeltaFrame
 from slipstream.engine.adaptive import Adaptive
 from slipstream.errors import UnsupportedError
 from slipstream.kernels import delta as delta_ops
+from slipstream.kernels.workspace import Workspace
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.equality_cells import FACTORS, TREE, run_cell
@@ -126,6 +127,19 @@ def test_a_prediction_head_comes_and_goes(
         frames = llm.stats()["drafts"]["frames"]
         assert set(frames) == (set(llm._built.engine_config.draft_modes) if adaptive else {3})
         llm.check_idle()
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "mixed"])
+def test_the_frame_as_it_runs_on_a_gpu(dirs: dict[str, Path], reference: DenseReference, sampling: str) -> None:
+    """The same frames out of the kernels' ops, each by its definition; the chunk's spans follow from tensors."""
+
+    def on_kernels(llm: LLM) -> None:
+        frame = llm._built.device.frame
+        frame.workspace, frame.kernels = Workspace("cpu", floats=8, counters=8), True
+        frame.laws = frame.state.laws()
+
+    cell = {**CELL, "sampling": sampling, "shapes": "padded", "page_size": 1}
+    run_cell(cell, dirs, reference, dtype="float64", prepare=on_kernels)
 
 
 def test_a_sink_and_slots_of_nan_reach_nobody(dirs: dict[str, Path], reference: DenseReference) -> None:

@@ -15,6 +15,7 @@ TWO_LAYERS_TWO_FRAMES = {
     "tree": "stream_rope", "tree-sampled": "stream_rope", "eagle3-off": "stream_rope", "grammar": "stream_rope",
     "mtp": "paged_attention", "mtp-sampled": "paged_attention", "mtp-off": "paged_attention",
     "requests": "stream_rope", "requests-tree": "stream_rope",
+    "hybrid": "delta_rows",
 }  # fmt: skip
 
 
@@ -27,9 +28,14 @@ def test_the_frame_is_clean(kind: str) -> None:
     # The head of one layer takes three passes after the decode pass, and three after the prefill pass: three drafts, or
     # three levels of a tree.
     heads = ("eagle3", "eagle3-sampled", "mtp", "mtp-sampled", "tree", "tree-sampled", "requests-tree")
-    times = {"library": 8, "model": 8, "eagle3-off": 4 + 6, "mtp-off": 4 + 6, **dict.fromkeys(heads, 4 + 12)}.get(
-        kind, 4
-    )
+    times = {
+        "library": 8,
+        "model": 8,
+        "hybrid": 2,
+        "eagle3-off": 4 + 6,
+        "mtp-off": 4 + 6,
+        **dict.fromkeys(heads, 4 + 12),
+    }.get(kind, 4)
     assert proof.kernels[f"slipstream::{TWO_LAYERS_TWO_FRAMES[kind]}"] == times
     assert proof.kernels.get("slipstream::mask_rows", 0) == (
         4 if kind in ("grammar", "requests", "requests-tree") else 0
@@ -38,6 +44,8 @@ def test_the_frame_is_clean(kind: str) -> None:
         ops = ("adjust_rows", "recount_slots", "count_tokens", "token_logprobs")
         assert [proof.kernels[f"slipstream::{op}"] for op in ops] == [4, 2, 4, 4 + 2 * 4]
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
+    if kind == "hybrid":  # one recurrent layer; a decode pass and a prompt's in each of two frames
+        assert [proof.kernels[f"slipstream::delta_{op}"] for op in ("absorb", "prompt")] == [2, 2]
     if "tree" in kind:  # decode rounds judge trees, sampled ones in tensor operations; a prompt's end has none
         ops = ("tree_rows", "compact_path", "close_round", "walk_trees", "close_sampled", "close_greedy")
         closing = [0, 2, 0] if kind != "tree" else [2, 0, 2]

@@ -22,6 +22,7 @@ HERE = Path(__file__).resolve()
         ("frame_interpreted_cases.py", 20),
         ("sample_interpreted_cases.py", 13),
         ("adjust_interpreted_cases.py", 8),
+        ("delta_interpreted_cases.py", 7),
     ],
 )
 def test_kernels_in_the_interpreter(cases: str, least: int) -> None:

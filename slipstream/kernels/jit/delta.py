@@ -1,0 +1,267 @@
+# mypy: ignore-errors
+# (Triton's device language has no types that mypy could check; the ops in kernels/delta_ops.py are typed.)
+"""The gated delta rule: a decode frame's rows behind their slots' states, and prompts tile by tile."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+TILE = 16
+"""Prompt rows of a tile."""
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _mixed(
+    x_ptr, recent_ptr, conv_ptr, channel, ok, pos, base, x_stride, M, X: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """silu of the convolution at `pos` of some channels: inputs before `base` are in recent, the others are rows of x.
+
+    x_ptr: the row of position `base`. Inputs before the sequence are 0.
+    """
+    mixed = tl.zeros(channel.shape, tl.float32)
+    for t in tl.static_range(T):
+        at = pos - (T - 1) + t
+        old = tl.load(recent_ptr + (at % M) * X + channel, mask=ok & (at >= 0) & (at < base), other=0.0)
+        new = tl.load(x_ptr + (at - base) * x_stride + channel, mask=ok & (at >= base), other=0.0)
+        tap = tl.load(conv_ptr + channel * T + t, mask=ok, other=0.0)
+        mixed += (old.to(tl.float32) + new.to(tl.float32)) * tap
+    return mixed * tl.sigmoid(mixed)
+
+
+@triton.jit
+def _input(x_ptr, recent_ptr, column, ok, pos, base, x_stride, M, X: tl.constexpr):
+    """The numbers of the input at `pos` in some columns."""
+    old = tl.load(recent_ptr + (pos % M) * X + column, mask=ok & (pos >= 0) & (pos < base), other=0.0)
+    new = tl.load(x_ptr + (pos - base) * x_stride + column, mask=ok & (pos >= base), other=0.0)
+    return old + new
+
+
+@triton.jit(do_not_specialize=["B", "R"])
+def delta_rows_kernel(
+    x_ptr, state_ptr, recent_ptr, saved_ptr, saved_in_ptr, absorbed_ptr, places_ptr, conv_ptr, decay_ptr, dt_ptr,
+    committed_ptr, slot_ptr, rows_ptr, row_of_ptr, out_ptr,
+    B, R, x_stride, row_of_stride, M, places, interval, early,
+    N: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, SLICE: tl.constexpr, SCALE: tl.constexpr, SAVES: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, N, cdiv(DV, BV)): BV columns of a head's state in registers. SLICE: columns of x that it keeps."""
+    b, n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(slot_ptr + b)
+    rows = tl.load(rows_ptr + b)
+    first = tl.load(row_of_ptr + b * row_of_stride)
+    base = tl.load(committed_ptr + slot)
+    absorbed = tl.load(absorbed_ptr + slot)
+    live = rows > 0
+    i, j = tl.arange(0, KP), part * BV + tl.arange(0, BV)
+    i_ok, j_ok = i < DK, j < DV
+    key = n // (N // KEYS)
+    q_at, k_at, v_at = key * DK + i, (KEYS + key) * DK + i, 2 * KEYS * DK + n * DV + j
+    x_row, ring = x_ptr + first * x_stride, recent_ptr + slot * M * X
+    inside = i_ok[:, None] & j_ok[None, :]
+    place = n * (DK * DV) + i[:, None] * DV + j[None, :]
+    home = state_ptr + slot * (N * DK * DV) + place
+    state = tl.load(home, mask=inside & live, other=0.0)
+    decay, dt = tl.load(decay_ptr + n), tl.load(dt_ptr + n)
+    column = (n * tl.num_programs(2) + part) * SLICE + tl.arange(0, SLICE)
+    kept = column < X
+    mine = tl.where(live, rows, 0).to(tl.int32)
+    steps = tl.where(live, base + rows - absorbed, 0).to(tl.int32)
+    for step in range(steps):
+        pos = absorbed + step
+        q = _mixed(x_row, ring, conv_ptr, q_at, i_ok, pos, base, x_stride, M, X, T)
+        k = _mixed(x_row, ring, conv_ptr, k_at, i_ok, pos, base, x_stride, M, X, T)
+        v = _mixed(x_row, ring, conv_ptr, v_at, j_ok, pos, base, x_stride, M, X, T)
+        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * SCALE)
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        gate = 2 * KEYS * DK + N * DV + n
+        a = _input(x_row, ring, gate, live, pos, base, x_stride, M, X).to(tl.float32)
+        beta = tl.sigmoid(_input(x_row, ring, gate + N, live, pos, base, x_stride, M, X).to(tl.float32))
+        state = state * tl.exp(decay * _softplus(a + dt))
+        change = beta * (v - tl.sum(state * k[:, None], 0))
+        state = state + k[:, None] * change[None, :]
+        if pos >= base:
+            out = tl.sum(state * q[:, None], 0)
+            to = out_ptr + (first + pos - base) * (N * DV) + n * DV + j
+            tl.store(to, out.to(out_ptr.dtype.element_ty), mask=j_ok)
+        if pos == base:
+            tl.store(home, state, mask=inside)
+        if SAVES:
+            count = pos + 1 + early
+            if (pos <= base) & (count % interval == 0):
+                saved = tl.load(places_ptr + slot * places + tl.minimum(count // interval, places - 1))
+                tl.store(saved_ptr + saved * (N * DK * DV) + place, state, mask=inside)
+                for h in range(T - 1):
+                    raw = _input(x_row, ring, column, kept, pos - (T - 2) + h, base, x_stride, M, X)
+                    tl.store(saved_in_ptr + (saved * (T - 1) + h) * X + column, raw, mask=kept)
+    # Positions from base on: other places of the ring than those that are read.
+    for depth in range(mine):
+        raw = tl.load(x_row + depth * x_stride + column, mask=kept)
+        tl.store(ring + ((base + depth) % M) * X + column, raw, mask=kept)
+    if b == B - 1:
+        for row in range(first.to(tl.int32) + mine, R):
+            tl.store(out_ptr + row * (N * DV) + n * DV + j, tl.zeros([BV], out_ptr.dtype.element_ty), mask=j_ok)
+
+
+@triton.jit(do_not_specialize=["B"])
+def absorb_kernel(absorbed_ptr, committed_ptr, slot_ptr, rows_ptr, B, BLOCK: tl.constexpr):
+    """Grid (cdiv(B, BLOCK),)."""
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    ok = b < B
+    slot = tl.load(slot_ptr + b, mask=ok, other=0)
+    live = ok & (tl.load(rows_ptr + b, mask=ok, other=0) > 0)
+    tl.store(absorbed_ptr + slot, tl.load(committed_ptr + slot, mask=live, other=0) + 1, mask=live)
+
+
+@triton.jit
+def _inverse(low, L: tl.constexpr, PRECISION: tl.constexpr):
+    """(1 + low)^-1 of a strictly lower triangular matrix [L, L]: (1 - low)(1 + low^2)(1 + low^4)(1 + low^8), and a step
+    of Newton's against what rounding left, as powers of an all-ones matrix grow."""
+    i = tl.arange(0, L)
+    one = (i[:, None] == i[None, :]).to(tl.float32)
+    inverse, power = one - low, low
+    for _ in tl.static_range(3):
+        power = tl.dot(power, power, input_precision=PRECISION)
+        inverse = inverse + tl.dot(inverse, power, input_precision=PRECISION)
+    left = 2.0 * one - (inverse + tl.dot(low, inverse, input_precision=PRECISION))
+    return tl.dot(inverse, left, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def delta_prompt_kernel(
+    x_ptr, state_ptr, recent_ptr, saved_ptr, saved_in_ptr, places_ptr, conv_ptr, decay_ptr, dt_ptr, slot_ptr, pos_ptr,
+    tile_ptr, out_ptr,
+    tiles, x_stride, M, places, interval, early,
+    N: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, SLICE: tl.constexpr, SCALE: tl.constexpr, SAVES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (N, cdiv(DV, BV)): a program goes over all tiles in order; a run of rows of one slot is one sequence."""
+    n, part = tl.program_id(0), tl.program_id(1)
+    i, j, r = tl.arange(0, KP), part * BV + tl.arange(0, BV), tl.arange(0, L)
+    i_ok, j_ok = i < DK, j < DV
+    key = n // (N // KEYS)
+    q_at, k_at, v_at = key * DK + i, (KEYS + key) * DK + i, 2 * KEYS * DK + n * DV + j
+    gate = 2 * KEYS * DK + N * DV + n
+    inside = i_ok[:, None] & j_ok[None, :]
+    place = n * (DK * DV) + i[:, None] * DV + j[None, :]
+    decay, dt = tl.load(decay_ptr + n), tl.load(dt_ptr + n)
+    column = (n * tl.num_programs(1) + part) * SLICE + tl.arange(0, SLICE)
+    kept = column < X
+    below, up_to = r[:, None] > r[None, :], r[:, None] >= r[None, :]
+    state = tl.zeros([KP, BV], tl.float32)
+    for t in range(tiles):
+        rows = tl.load(tile_ptr + 2 * tiles + t)
+        if rows > 0:
+            first, run = tl.load(tile_ptr + t), tl.load(tile_ptr + tiles + t)
+            slot, start = tl.load(slot_ptr + first), tl.load(pos_ptr + first)
+            ring = recent_ptr + slot * M * X
+            home = state_ptr + slot * (N * DK * DV) + place
+            if first == run:  # what a slot's last owner left is nothing to a sequence that begins
+                state = tl.load(home, mask=inside & (start > 0), other=0.0)
+            # Inputs before the run's first row are in recent.
+            base = start - (first - run)
+            x_row = x_ptr + run * x_stride
+            live, pos = r < rows, start + r
+            keys_ok, values_ok = live[:, None] & i_ok[None, :], live[:, None] & j_ok[None, :]
+            at, same = pos[:, None], r[:, None] * 0
+            q = _mixed(x_row, ring, conv_ptr, q_at[None, :] + same, keys_ok, at, base, x_stride, M, X, T)
+            k = _mixed(x_row, ring, conv_ptr, k_at[None, :] + same, keys_ok, at, base, x_stride, M, X, T)
+            v = _mixed(x_row, ring, conv_ptr, v_at[None, :] + same, values_ok, at, base, x_stride, M, X, T)
+            q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * SCALE)[:, None]
+            k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
+            a = tl.load(x_row + (pos - base) * x_stride + gate, mask=live, other=0.0).to(tl.float32)
+            beta = tl.load(x_row + (pos - base) * x_stride + gate + N, mask=live, other=0.0).to(tl.float32)
+            beta = tl.where(live, tl.sigmoid(beta), 0.0)
+            g = tl.where(live, decay * _softplus(a + dt), 0.0)
+            total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
+            between = tl.exp(tl.where(up_to, total[:, None] - total[None, :], 0.0))
+            low = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
+            low = tl.where(below, low, 0.0)
+            from_start = tl.exp(total)[:, None]
+            told = tl.dot(k * from_start, state, input_precision=PRECISION)
+            written = tl.dot(_inverse(low, L, PRECISION), beta[:, None] * (v - told), input_precision=PRECISION)
+            q_k = tl.where(up_to, tl.dot(q, tl.trans(k), input_precision=PRECISION) * between, 0.0)
+            out = tl.dot(q * from_start, state, input_precision=PRECISION)
+            out += tl.dot(q_k, written, input_precision=PRECISION)
+            to = out_ptr + (first + r)[:, None] * (N * DV) + n * DV + j[None, :]
+            tl.store(to, out.to(out_ptr.dtype.element_ty), mask=values_ok)
+            k_end = k * tl.exp(whole - total)[:, None]
+            state = state * tl.exp(whole) + tl.dot(tl.trans(k_end), written, input_precision=PRECISION)
+            follows = t + 1 < tiles
+            more = tl.load(tile_ptr + 2 * tiles + t + 1, mask=follows, other=0) > 0
+            same_run = tl.load(tile_ptr + tiles + t + 1, mask=follows, other=-1) == run
+            if (more & same_run) == 0:
+                tl.store(home, state, mask=inside)
+            if SAVES:
+                end = start + rows
+                if (end + early) % interval == 0:
+                    saved = tl.load(places_ptr + slot * places + tl.minimum((end + early) // interval, places - 1))
+                    tl.store(saved_ptr + saved * (N * DK * DV) + place, state, mask=inside)
+                    for h in range(T - 1):
+                        raw = _input(x_row, ring, column, kept, end - (T - 1) + h, base, x_stride, M, X)
+                        tl.store(saved_in_ptr + (saved * (T - 1) + h) * X + column, raw, mask=kept)
+
+
+@triton.jit(do_not_specialize=["R"])
+def keep_recent_kernel(
+    x_ptr, recent_ptr, slot_ptr, pos_ptr, R, x_stride, M, X: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Grid (R, cdiv(X, BLOCK)): the last H rows of each slot. After the prompt's kernel, which reads older ones."""
+    row = tl.program_id(0)
+    slot = tl.load(slot_ptr + row)
+    after = tl.load(slot_ptr + row + H, mask=row + H < R, other=0)
+    if (slot > 0) & (after != slot):
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        raw = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + column, mask=column < X)
+        to = recent_ptr + (slot * M + tl.load(pos_ptr + row) % M) * X + column
+        tl.store(to, raw, mask=column < X)
+
+
+def _sizes(x, recent, state, key_heads, key_dim, value_block):
+    _, heads, dk, dv = state.shape
+    assert dk == key_dim and x.stride(1) == 1
+    parts = triton.cdiv(dv, value_block)
+    return {
+        "N": heads, "KEYS": key_heads, "DK": dk, "DV": dv, "X": recent.shape[2],
+        "KP": max(16, triton.next_power_of_2(dk)), "BV": value_block,
+        "SLICE": triton.next_power_of_2(triton.cdiv(recent.shape[2], heads * parts)), "SCALE": dk**-0.5,
+    }, (heads, parts)  # fmt: skip
+
+
+def launch_delta_rows(
+    x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out, *,
+    key_heads, key_dim, interval, early, value_block=32, warps=4,
+):  # fmt: skip
+    sizes, grid = _sizes(x, recent, state, key_heads, key_dim, value_block)
+    delta_rows_kernel[(slot.shape[0], *grid)](
+        x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out,
+        slot.shape[0], x.shape[0], x.stride(0), row_of.stride(0), recent.shape[1], places.shape[1], max(1, interval),
+        early, T=conv.shape[1], SAVES=interval > 0, num_warps=warps, **sizes,
+    )  # fmt: skip
+
+
+def launch_absorb(absorbed, committed, slot, rows):
+    slots = slot.shape[0]
+    absorb_kernel[(triton.cdiv(slots, 128),)](absorbed, committed, slot, rows, slots, BLOCK=128, num_warps=4)
+
+
+def launch_delta_prompt(
+    x, state, recent, saved, saved_in, places, conv, decay, dt, slot, pos, tile, out, *, key_heads, key_dim, interval,
+    early, precision="tf32x3", value_block=32, warps=4,
+):  # fmt: skip
+    sizes, grid = _sizes(x, recent, state, key_heads, key_dim, value_block)
+    rows, columns, history = x.shape[0], recent.shape[2], conv.shape[1] - 1
+    delta_prompt_kernel[grid](
+        x, state, recent, saved, saved_in, places, conv, decay, dt, slot, pos, tile, out, tile.shape[1], x.stride(0),
+        recent.shape[1], places.shape[1], max(1, interval), early, T=conv.shape[1], L=TILE, SAVES=interval > 0,
+        PRECISION=precision, num_warps=warps, **sizes,
+    )  # fmt: skip
+    keep_recent_kernel[(rows, triton.cdiv(columns, 1024))](
+        x, recent, slot, pos, rows, x.stride(0), recent.shape[1], X=columns, H=history, BLOCK=1024, num_warps=4
+    )

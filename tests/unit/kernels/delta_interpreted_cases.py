@@ -1,0 +1,100 @@
+"""The kernels of recurrent layers in Triton's interpreter, against the references.
+
+Collected by test_kernels_interpreted.py only, in a process of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.kernels import delta
+from slipstream.kernels.jit import delta as jit
+from tests.support.delta_cases import Case, delta_case, prompt_rows
+from tests.support.kernel_cases import relative_error
+
+LIMIT = 2e-5
+
+
+def memory_args(c: Case) -> tuple[torch.Tensor, ...]:
+    m = c.memory
+    return m.state_SNKV, m.recent_SMX, m.saved_ZNKV, m.saved_ZHX
+
+
+def options(c: Case, block: int) -> dict[str, Any]:
+    return {
+        "key_heads": c.weights.key_heads, "key_dim": c.weights.key_dim, "interval": c.memory.interval,
+        "early": c.memory.early, "value_block": block,
+    }  # fmt: skip
+
+
+def same_memory(mine: Case, theirs: Case) -> None:
+    """But for the sinks, and rows that only slots without rows have: NaN on both sides."""
+    for got, want in zip(memory_args(mine), memory_args(theirs), strict=True):
+        assert torch.equal(got[1:].isnan(), want[1:].isnan())
+        assert relative_error(got[1:].nan_to_num(), want[1:].nan_to_num()) < LIMIT
+
+
+@pytest.mark.parametrize(
+    ("rows", "block", "interval", "early", "heads"),
+    [([1, 4, 0, 2], 4, 5, 0, (4, 2)), ([1, 4, 0, 2], 8, 5, 1, (2, 1)), ([1, 1], 16, 0, 0, (2, 2))],
+)
+def test_decode_rows(rows: list[int], block: int, interval: int, early: int, heads: tuple[int, int]) -> None:
+    c = delta_case(
+        rows, lengths=[1, 9, 6, 12][: len(rows)], lacks=[0, 3, 1, 2], heads=heads[0], key_heads=heads[1],
+        interval=interval, early=early,
+    )  # fmt: skip
+    want_case = c.clone()
+    want = delta.delta_rows(
+        want_case.x_RX, want_case.memory, c.weights, c.committed_S, c.slot_B, c.rows_B, c.owner_R, c.row_of_BW
+    )
+    out = torch.full_like(want, float("nan"))
+    jit.launch_delta_rows(
+        c.x_RX, *memory_args(c), c.memory.absorbed_S, c.memory.saved_SC, *c.weights[:3], c.committed_S, c.slot_B,
+        c.rows_B, c.row_of_BW, out, **options(c, block),
+    )  # fmt: skip
+    assert relative_error(out, want) < LIMIT
+    same_memory(c, want_case)
+    jit.launch_absorb(c.memory.absorbed_S, c.committed_S, c.slot_B, c.rows_B)
+    delta.absorbed_rows(want_case.memory.absorbed_S, c.committed_S, c.slot_B, c.rows_B)
+    assert torch.equal(c.memory.absorbed_S[1:], want_case.memory.absorbed_S[1:])
+
+
+@pytest.mark.parametrize(
+    ("spans", "interval", "early"),
+    [([(2, 0, 37), (1, 5, 2), (3, 15, 20)], 16, 0), ([(2, 0, 37), (1, 5, 2)], 16, 1), ([(1, 30, 3)], 0, 0)],
+)
+def test_prompt_rows(spans: list[delta.Span], interval: int, early: int) -> None:
+    c = delta_case([1, 1, 1], lengths=[5, 0, 15], lacks=[0, 0, 0], dv=24, interval=interval, early=early)
+    x_RX, slot_R, pos_R = prompt_rows(c, spans, padding=7)
+    want_case = c.clone()
+    want = delta.delta_spans(x_RX, want_case.memory, c.weights, spans)
+    out = torch.zeros_like(want)
+    tile = delta.delta_tiles(slot_R, pos_R, jit.TILE, 4, early)
+    jit.launch_delta_prompt(
+        x_RX, *memory_args(c), c.memory.saved_SC, *c.weights[:3], slot_R, pos_R, tile, out, precision="ieee",
+        **options(c, 16),
+    )  # fmt: skip
+    assert relative_error(out, want) < LIMIT
+    same_memory(c, want_case)
+
+
+def test_equal_keys_without_decay() -> None:
+    """The worst case of a tile's triangular inverse: every token writes to the same key."""
+    c = delta_case([1, 1, 1], lengths=[5, 0, 15], lacks=[0, 0, 0])
+    x_RX, slot_R, pos_R = prompt_rows(c, [(2, 0, 48)], padding=0)
+    keys = c.weights.key_heads * c.weights.key_dim
+    x_RX[:, : 2 * keys] = x_RX[:1, : 2 * keys]
+    x_RX[:, -2 * c.weights.decay_N.shape[0] :] = 9.0
+    c.weights.decay_N.fill_(-1e-4)
+    want_case = c.clone()
+    want = delta.delta_spans(x_RX, want_case.memory, c.weights, [(2, 0, 48)])
+    out = torch.zeros_like(want)
+    tile = delta.delta_tiles(slot_R, pos_R, jit.TILE, 4)
+    jit.launch_delta_prompt(
+        x_RX, *memory_args(c), c.memory.saved_SC, *c.weights[:3], slot_R, pos_R, tile, out, precision="ieee",
+        **options(c, 16),
+    )  # fmt: skip
+    assert relative_error(out, want) < 1e-4

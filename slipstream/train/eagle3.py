@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.models.config import ModelConfig
 from slipstream.train.layers import MLP, DraftHead, Norm, Projections, later
+from slipstream.train.soft_ce import soft_cross_entropy
 from slipstream.train.teacher import Features, Teacher
+from slipstream.train.unrolled import unrolled_attention, unrolled_attention_reference
 
 _ROWS = 16_384  # of logits at a time: [rows, Vd] float32 is the largest temporary
 
@@ -18,6 +20,19 @@ _ROWS = 16_384  # of logits at a time: [rows, Vd] float32 is the largest tempora
 def default_taps(num_layers: int) -> tuple[int, int, int]:
     """hs[2], hs[L // 2], hs[L - 3]."""
     return 2, num_layers // 2, num_layers - 3
+
+
+class _Made(NamedTuple):
+    """The target's predictions: logits_ND over the draft vocabulary, best_N int64 over its own; index_BT their row."""
+
+    logits_ND: Tensor
+    best_N: Tensor
+    index_BT: Tensor
+
+
+def _flash(x: Tensor) -> bool:
+    """Whether torch's flash attention takes x."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
 
 
 class _Layer(nn.Module):
@@ -89,12 +104,10 @@ class Eagle3Head(DraftHead):
         length = token_BT.shape[1]
         attn, layer = self.midlayer.self_attn, self.midlayer
         h = self.fc(features.tap_BTF)
-        causal = torch.ones(length, length, dtype=torch.bool, device=token_BT.device).tril()
+        attend = unrolled_attention if _flash(h) else unrolled_attention_reference
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        with torch.no_grad():
-            best_BT = torch.stack([(x @ self.target_head_VH.T).argmax(-1) for x in features.hidden_BTH])
-            teacher_BTD = features.hidden_BTH @ self.head_DH.T
+        made = self._teacher(features.hidden_BTH, answer_BT)
         total = token_BT.new_zeros((), dtype=torch.float32)
         accuracy = []
         for s in range(self.steps):
@@ -104,49 +117,47 @@ class Eagle3Head(DraftHead):
             q = attn.queries(x, rope)
             keys.append(attn.keys(x, rope))
             values.append(attn.values(x))
-            h = h + attn.o_proj(self._attend(q, keys, values, causal).flatten(-2))
+            h = h + attn.o_proj(attend(q, keys, values).flatten(-2))
             h = h + layer.mlp(layer.post_attention_layernorm(h))
             # The row after the token just read is the one whose prediction is drafted.
             valid_BT = later(answer_BT, 2 + s)
             at = valid_BT.nonzero(as_tuple=True)
-            row = (at[0], at[1] + 1 + s)  # where the teacher made the prediction
-            step_loss, hits = self._step_loss(self.norm(h)[at], teacher_BTD[row], best_BT[row])
+            row_R = made.index_BT[at[0], at[1] + 1 + s]  # where the teacher made the prediction
+            step_loss, hits = self._step_loss(self.norm(h)[at], made, row_R)
             total = total + self.decay**s * step_loss
             accuracy.append(hits / max(1, len(at[0])))
         return total, {"acceptance": torch.stack(accuracy)}
 
-    def _attend(self, q: Tensor, keys: list[Tensor], values: list[Tensor], causal: Tensor) -> Tensor:
-        """q [B, T, N, D]; keys[0] is seen causally, keys[1:] only by their own index."""
-        groups = q.shape[2] // keys[0].shape[2]
-        q = q.unflatten(2, (-1, groups)) * q.shape[-1] ** -0.5
-        scores = torch.einsum("btkgd,bskd->bkgts", q, keys[0]).float()
-        scores = scores.masked_fill(~causal, float("-inf"))
-        own = [torch.einsum("btkgd,btkd->bkgt", q, k).float().unsqueeze(-1) for k in keys[1:]]
-        p = torch.cat((scores, *own), -1).softmax(-1).to(q.dtype)
-        length = causal.shape[0]
-        out = torch.einsum("bkgts,bskd->btkgd", p[..., :length], values[0])
-        for i, v in enumerate(values[1:]):
-            out = out + p[..., length + i].permute(0, 3, 1, 2).unsqueeze(-1) * v.unsqueeze(3)
-        return out.flatten(2, 3)
+    @torch.no_grad()
+    def _teacher(self, hidden_BTH: Tensor, answer_BT: Tensor) -> _Made:
+        """What the target predicts wherever an answer's token comes next."""
+        at = later(answer_BT, 1).nonzero(as_tuple=True)
+        index_BT = torch.zeros(answer_BT.shape, dtype=torch.int64, device=answer_BT.device)
+        index_BT[at] = torch.arange(len(at[0]), device=answer_BT.device)
+        hidden_NH = hidden_BTH[at]
+        parts = [(x @ self.target_head_VH.T).argmax(-1) for x in hidden_NH.split(_ROWS)]
+        best_N = torch.cat(parts) if parts else index_BT.new_zeros(0)
+        return _Made(hidden_NH @ self.head_DH.T, best_N, index_BT)
 
-    def _step_loss(self, h_RH: Tensor, teacher_RD: Tensor, best_R: Tensor) -> tuple[Tensor, Tensor]:
+    def _step_loss(self, h_RH: Tensor, made: _Made, row_R: Tensor) -> tuple[Tensor, Tensor]:
         """Mean cross entropy over the rows whose best token the draft vocabulary has; how many rows agree."""
+        if h_RH.is_cuda:  # the fused kernels leave nothing behind but the logits themselves
+            loss, hits, covered = self._chunk_loss(h_RH, made, row_R)
+            return loss / covered.clamp(min=1), hits
         loss = h_RH.new_zeros((), dtype=torch.float32)
         hits, covered = loss.detach().clone(), loss.detach().clone()
-        for at in range(0, h_RH.shape[0], _ROWS):
-            part = slice(at, at + _ROWS)
+        for h_part, row_part in zip(h_RH.split(_ROWS), row_R.split(_ROWS), strict=True):
             one: tuple[Tensor, Tensor, Tensor] = checkpoint(
-                self._chunk_loss, h_RH[part], teacher_RD[part], best_R[part], use_reentrant=False
+                self._chunk_loss, h_part, made, row_part, use_reentrant=False
             )
             loss, hits, covered = loss + one[0], hits + one[1], covered + one[2]
         return loss / covered.clamp(min=1), hits.detach()
 
-    def _chunk_loss(self, h_RH: Tensor, teacher_RD: Tensor, best_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _chunk_loss(self, h_RH: Tensor, made: _Made, row_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        best_R = made.best_N[row_R]
         covered_R = self.in_draft_V[best_R]
-        p_RD = teacher_RD.float().softmax(-1)
-        logits_RD = (h_RH @ self.head_DH.T.to(h_RH.dtype)).float()
-        ce_R = logits_RD.logsumexp(-1) - (p_RD * logits_RD).sum(-1)
-        hit_R = self.draft_ids_D[logits_RD.detach().argmax(-1)] == best_R
+        ce_R, draft_R = soft_cross_entropy(h_RH @ self.head_DH.T.to(h_RH.dtype), made.logits_ND, row_R)
+        hit_R = self.draft_ids_D[draft_R] == best_R
         return (ce_R * covered_R).sum(), hit_R.sum().float(), covered_R.sum().float()
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -135,7 +135,8 @@ def test_the_frame_as_it_runs_on_a_gpu(dirs: dict[str, Path], reference: DenseRe
 
     def on_kernels(llm: LLM) -> None:
         frame = llm._built.device.frame
-        frame.workspace, frame.kernels = Workspace("cpu", floats=8, counters=8), True
+        frame.workspace = frame.cache.workspace = Workspace("cpu", floats=8, counters=8)
+        frame.kernels = True
         frame.laws = frame.state.laws()
 
     cell = {**CELL, "sampling": sampling, "shapes": "padded", "page_size": 1}

@@ -27,10 +27,11 @@ class PassConfig:
     residual: int = 64
     silu: int = 64
     head: int = 64
+    linear: int = 64
     library_pdl: bool = False
 
     def __post_init__(self) -> None:
-        most = max(self.rope, self.residual, self.silu, self.head)
+        most = max(self.rope, self.residual, self.silu, self.head, self.linear)
         assert most <= MAX_STREAM_ROWS, f"products stream up to {MAX_STREAM_ROWS} rows, not {most}"
 
 

@@ -16,6 +16,7 @@ from slipstream.draft.checkpoint import TensorTable
 from slipstream.draft.eagle3_config import parse_eagle3
 from slipstream.draft.eagle3_fused import FusedHead
 from slipstream.draft.eagle3_model import Eagle3Model, draft_ids
+from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
 from tests.support.eagle import head_tensors, head_values, rounds_of_the_reference, stand_in_target
@@ -44,7 +45,11 @@ def make(dtype: torch.dtype, shape: dict[str, Any], changes: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("dtype", list(LIMIT), ids=str)
-@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize(
+    ("pdl", "cut"),
+    [(False, PassConfig()), (True, PassConfig()), (True, PassConfig(rope=0, residual=0, silu=0, head=0, linear=0))],
+    ids=("streamed", "dependent launches", "library"),
+)
 @pytest.mark.parametrize(
     ("shape", "changes"),
     [
@@ -55,7 +60,7 @@ def make(dtype: torch.dtype, shape: dict[str, Any], changes: dict[str, Any]) -> 
     ids=("official", "normed", "two layers"),
 )
 def test_the_fused_pass_is_the_plain_one(
-    dtype: torch.dtype, pdl: bool, shape: dict[str, Any], changes: dict[str, Any]
+    dtype: torch.dtype, pdl: bool, cut: PassConfig, shape: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     """37 rows of one slot in passes of 30, 1 and 6 over pages that are NaN wherever nothing was written."""
     torch.manual_seed(0)
@@ -70,7 +75,7 @@ def test_the_fused_pass_is_the_plain_one(
         work = Workspace(device)
         work.partial.fill_(float("nan"))
         assert FusedHead.fits(head)
-        fused = FusedHead(head, kv, work, positions=64, first_cell=1, pdl=pdl)
+        fused = FusedHead(head, kv, work, positions=64, first_cell=1, pdl=pdl, config=cut)
         table = torch.tensor([[0, 0, 0], [3, 1, 4]], device=device)
         taps = [torch.randn(rows, H, device=device).to(dtype) for _ in range(2)]
         token, at = torch.randint(0, V, (rows,), device=device), torch.arange(rows, device=device)

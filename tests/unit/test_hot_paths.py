@@ -34,7 +34,7 @@ def test_every_pattern_names_a_function(pattern: str) -> None:
         ("verify/core.py", "    width_W = ", "    p_RV[p_RV > 0].sum()\n", "boolean-index"),
         (
             "models/fused.py",
-            "        h_RH = ",
+            "        stream = ",
             "        torch.tensor(1, device=self.decoder.device)\n",
             "tensor-literal",
         ),

@@ -18,6 +18,7 @@ from slipstream.draft.eagle3_config import parse_eagle3, tap_layers
 from slipstream.draft.eagle3_fused import FusedHead
 from slipstream.draft.eagle3_model import Eagle3Model, draft_ids, load_eagle3
 from slipstream.errors import ConfigError, ModelLoadError, UnsupportedError
+from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
 from tests.support.eagle import DIM, HEADS, KV_HEADS, head_tensors, head_values, stand_in_target
@@ -122,8 +123,12 @@ def test_formula(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("page_size", [1, 4])
-def test_the_pass_of_a_gpu_gives_the_same(variant: str, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("page_size", "cut"),
+    [(1, PassConfig()), (4, PassConfig()), (4, PassConfig(rope=0, residual=0, silu=0, head=0, linear=0))],
+    ids=("1", "4", "library"),
+)
+def test_the_pass_of_a_gpu_gives_the_same(variant: str, page_size: int, cut: PassConfig) -> None:
     """Each kernel by its definition, against paged KV that is NaN wherever nothing was written."""
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -136,7 +141,7 @@ def test_the_pass_of_a_gpu_gives_the_same(variant: str, page_size: int) -> None:
         kv.data.fill_(float("nan"))
         work = Workspace("cpu", floats=1 << 12)
         assert FusedHead.fits(head)
-        fused = FusedHead(head, kv, work, positions=32, first_cell=1, pdl=False)
+        fused = FusedHead(head, kv, work, positions=32, first_cell=1, pdl=False, config=cut)
         table = torch.zeros(2, 24 // page_size, dtype=torch.int64)
         table[1] = torch.randperm(24 // page_size) + 1
         taps = [torch.randn(ROWS, H) for _ in range(2)]

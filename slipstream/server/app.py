@@ -31,6 +31,7 @@ from slipstream.server.protocol import (
     CompletionBody,
     DetokenizeBody,
     Message,
+    StreamOptions,
     TokenizeBody,
     read_body,
     sampling,
@@ -91,8 +92,7 @@ class Server:
         flight = self.engine.submit(prepared, request.state.request_id)
         request.state.summary = flight.summary
         if body.stream:
-            usage = body.stream_options is not None and body.stream_options.include_usage
-            return EventStream(flight, shape, include_usage=usage)
+            return EventStream(flight, shape, body.stream_options or StreamOptions())
         outputs = await finish(flight, request.receive)
         if any(out.finish_reason == "error" for output in outputs for out in output.outputs):
             return _json(error_body("an answer failed; others are not affected", "server_error"), 500)
@@ -243,7 +243,9 @@ async def _slipstream_error(request: Request, error: Exception) -> Response:
         return _json(error_body(text, "server_error"), 500)
     if isinstance(error, (InvalidRequestError, UnsupportedError, RequestFailedError)):
         field = re.match(r"(?:unknown field ')?([a-z_]+)", text)
-        return _json(error_body(text, "invalid_request_error", param=field[1] if field else None), 400)
+        param = field[1] if field else None
+        request.state.summary = lambda: {"param": param}  # the message may hold the client's text, the name does not
+        return _json(error_body(text, "invalid_request_error", param=param), 400)
     raise error
 
 

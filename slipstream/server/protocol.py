@@ -35,7 +35,10 @@ Ids = list[int]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
+    """include_usage: a last chunk with the usage; continuous_usage_stats: also the tokens so far in every other one."""
+
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class _Sampling(Struct, forbid_unknown_fields=True, kw_only=True):

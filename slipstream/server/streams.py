@@ -11,6 +11,7 @@ from starlette.responses import Response
 from slipstream.errors import EngineDeadError, SlipstreamError
 from slipstream.outputs import RequestOutput
 from slipstream.server.engine_client import AnswerFailedError, Flight
+from slipstream.server.protocol import StreamOptions
 from slipstream.server.replies import Shape, as_json, error_body
 
 DONE = b"data: [DONE]\n\n"
@@ -58,10 +59,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, flight: Flight, shape: Shape, *, include_usage: bool) -> None:
+    def __init__(self, flight: Flight, shape: Shape, options: StreamOptions) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._flight, self._shape, self._usage = flight, shape, include_usage
+        self._flight, self._shape, self._options = flight, shape, options
+        self._shown = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
@@ -89,8 +91,11 @@ class EventStream(Response):
             async for index, chunk in self._flight:
                 if chunk.finish_reason == "error":
                     yield _event(error_body("this answer failed; others are not affected", "server_error"))
+                self._shown += len(chunk.token_ids)
                 piece = self._shape.piece(index, chunk)
                 if piece is not None:
+                    if self._options.continuous_usage_stats:
+                        piece["usage"] = self._so_far()
                     yield _event(piece)
         except EngineDeadError:
             yield _event(error_body("the engine stopped; the answer is not complete", "server_error", code="dead"))
@@ -99,9 +104,13 @@ class EventStream(Response):
             kind = "server_error" if isinstance(error, AnswerFailedError) else "invalid_request_error"
             yield _event(error_body(str(error), kind))
             return
-        if self._usage:
+        if self._options.include_usage:
             yield _event(self._shape.last(self._flight.outputs))
         yield DONE
+
+    def _so_far(self) -> dict[str, int]:
+        prompt = sum(len(p.ids) for p in self._flight.prompts)
+        return {"prompt_tokens": prompt, "completion_tokens": self._shown, "total_tokens": prompt + self._shown}
 
 
 def _event(value: dict[str, Any]) -> bytes:

@@ -154,6 +154,16 @@ def test_events_end_with_done(server: RunningServer) -> None:
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
 
 
+def test_usage_may_come_with_every_chunk(server: RunningServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPT, "max_tokens": 9, "stream": True, "stream_options": options, **GREEDY}
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == sorted(counts) and 0 < counts[0] < counts[-1] == counts[-2] == 9
+    assert {event["usage"]["prompt_tokens"] for event in events} == {5}
+
+
 def test_tokenize_and_back(server: RunningServer) -> None:
     assert server.post("/tokenize", prompt="w5 w9")["tokens"] == [5, 9]
     assert server.post("/tokenize", messages=CHAT) == {"tokens": [90, 5, 9, 91], "count": 4, "max_model_len": 512}

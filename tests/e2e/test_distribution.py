@@ -25,9 +25,11 @@ from slipstream.sampling.processors import process_logits
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.mtp import write_mtp
+from tests.support.reference import as_asked
 from tests.support.tiny import write_tiny_checkpoint
 
 VOCAB, TOKENS = 4, 6
+ASKED = {"presence_penalty": 1.0, "frequency_penalty": 0.8, "repetition_penalty": 1.4, "logit_bias": {2: 1.0}}
 PROMPT = [1, 3, 0, 1, 3]
 SAMPLES = 117_760 if os.environ.get("SLIPSTREAM_FULL") == "1" else 7_680
 ALPHA = 1e-5
@@ -62,8 +64,8 @@ def exact_law(llm: LLM, params: SamplingParams) -> np.ndarray:
                 hidden, _ = model.forward(torch.tensor(ids), pos, DenseCausal(pos))
                 one = torch.ones(1)
                 logits = process_logits(
-                    model.logits(hidden[-1:]), one * params.temperature, torch.tensor([params.top_k]),
-                    one * params.top_p, one * params.min_p, None, filtered=True,
+                    as_asked(model.logits(hidden[-1:]), params, PROMPT, prefix), one * params.temperature,
+                    torch.tensor([params.top_k]), one * params.top_p, one * params.min_p, None, filtered=True,
                 )  # fmt: skip
                 table[prefix] = logits.double().softmax(1)[0].numpy()
             law *= table.reshape(table.shape + (1,) * (TOKENS - length - 1))
@@ -134,6 +136,10 @@ def build(dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str = "
         ("eagle3:tree", 2, "chain", {"top_p": 0.9}),
         ("eagle3:bush", 1, "chain", {}),
         ("eagle3-part:tree", 1, "chain", {}),
+        ("draft", 2, "chain", ASKED),
+        pytest.param("eagle3:tree", 1, "chain", ASKED, marks=pytest.mark.slow),
+        pytest.param("dspark", 1, "block", ASKED, marks=pytest.mark.slow),
+        pytest.param("ngram", 1, "chain", ASKED, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -187,4 +193,21 @@ def test_a_wrong_draft_law_is_noticed(dirs: dict[str, Path], monkeypatch: pytest
     params = SamplingParams(temperature=1.0, n=64, max_tokens=TOKENS, ignore_eos=True)
     with build(dirs, "draft", 1) as llm:
         cells, _ = sample(llm, params, SAMPLES)
+        assert chi_square_p(cells, exact_law(llm, params)) < ALPHA
+
+
+@pytest.mark.parametrize("drafter", ["draft", pytest.param("eagle3:tree", marks=pytest.mark.slow)])
+def test_drafts_that_later_drafts_do_not_count_are_noticed(
+    dirs: dict[str, Path], drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: penalties in a row know what the rounds before it brought, but not the drafts before it."""
+
+    def committed_only(tally_SV: Any, slot_R: Any, *rest: Any) -> Any:
+        return tally_SV[slot_R]
+
+    monkeypatch.setattr("slipstream.kernels.adjust.row_tallies", committed_only)
+    params = SamplingParams(temperature=1.0, n=64, max_tokens=TOKENS, ignore_eos=True, **ASKED)
+    with build(dirs, drafter, 1) as llm:
+        cells, accepted = sample(llm, params, SAMPLES)
+        assert accepted > 0
         assert chi_square_p(cells, exact_law(llm, params)) < ALPHA

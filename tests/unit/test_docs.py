@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-DOCS = [REPO / "README.md", REPO / "CHANGELOG.md", *sorted((REPO / "docs").rglob("*.md"))]
+DOCS = [REPO / "README.md", REPO / "CHANGELOG.md", REPO / "SECURITY.md", *sorted((REPO / "docs").rglob("*.md"))]
 
 PATH = re.compile(r"`((?:slipstream|tests|docs|bench|\.ci)/[\w./-]+|[\w.-]+\.(?:txt|toml|md))`")
 LINK = re.compile(r"\]\(([^)#\s]+)\)")

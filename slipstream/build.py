@@ -89,9 +89,6 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     if shape is not None:
         num_drafts = shape.total - 1
     recurrent = _recurrent(model, draft_loaded, shape)
-    if recurrent is not None and config.prefix_cache:
-        config = replace(config, prefix_cache=False)
-        loaded.notes.append("prefix_cache is off: recurrent layers' states are not kept for it")
     kv_models = [model] + ([draft_loaded.model] if draft_loaded else []) + ([head.model] if head else [])
     _check_windows(model, shape)
     full, windowed = WindowLayers.counts(model.config.windows)
@@ -107,8 +104,11 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         eos_ids=len(_eos_ids(loaded, tokenizer)), kv_bytes_per_token=token_bytes,
         memory_bytes=_kv_budget(config, device), on_cpu=device.type == "cpu",
         slot_bytes=0 if recurrent is None else StatePool.bytes_for(recurrent, 1, 0, num_drafts + 1, model.dtype),
+        state_bytes=0 if recurrent is None else StatePool.bytes_for(recurrent, 0, 1, num_drafts + 1, model.dtype),
         window=model.config.window, window_bytes_per_token=_token_bytes(model, windowed),
     )  # fmt: skip
+    if config.prefix_cache and not engine.prefix_cache:
+        loaded.notes.append("prefix_cache is off: no states of recurrent layers are saved (saved_states is 0)")
     real = torch.float64 if model.dtype == torch.float64 else torch.float32
     kv = _pages(model, engine, device, layers=full)
     windows = None
@@ -122,7 +122,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy, *engine.prefill_tiers),
         widest_frame=max(engine.slot_buckets, default=0), max_stop_ids=engine.max_stop_ids,
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None, tree=shape is not None,
-        saved_states=0 if recurrent is None else 1, windows=windows is not None,
+        saved_states=0 if recurrent is None else engine.saved_places, windows=windows is not None,
     )  # fmt: skip
     states = None if recurrent is None else _states(recurrent, state, engine, model)
     frame = Frame(
@@ -323,8 +323,9 @@ def _recurrent(model: Any, draft: LoadedModel | None, tree: TreeShape | None) ->
 
 def _states(shape: StateShape, state: SlotState, engine: EngineConfig, model: Any) -> StatePool:
     return StatePool(
-        shape, max_slots=engine.max_slots, saved=0, rows=engine.num_drafts + 1, absorbed_S=state.absorbed_S,
-        saved_SC=state.saved_SC, dtype=model.dtype, device=state.device,
+        shape, max_slots=engine.max_slots, saved=engine.saved_states, rows=engine.num_drafts + 1,
+        absorbed_S=state.absorbed_S, saved_SC=state.saved_SC, interval=engine.state_interval, early=engine.rereads,
+        dtype=model.dtype, device=state.device,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -15,6 +16,10 @@ DEFAULT_DRAFTS = 3
 """Drafts per frame and slot when a drafter is named: with the bonus token four rows, before the CPU's cost cliff."""
 PREFILL_TIERS = (128, 512, 2048)
 """Prompt rows of the captured prefill passes on a GPU."""
+STATE_INTERVAL = 256
+"""About how many tokens stand between two saved states of recurrent layers."""
+STATE_UNIT = 16
+"""A state interval is a multiple of this: prompts are read in tiles of so many tokens."""
 CATCH_UP = 32
 """Positions per slot that a drafter with a cache of its own catches up on in one pass, where drafting may be off."""
 STOCK_PAGES = 4
@@ -39,7 +44,8 @@ class EngineConfig:
     say themselves how long they took. catch_up: committed positions that a drafter with a cache of its own may lag
     behind, 0: none, so that all frames have to draft. max_stop_ids: stop token ids of a request, those that end a
     sequence for the model included. window: positions that rows of layers with a sliding window see, 0 without such
-    layers; window_pages: page ids of those layers are 1..window_pages.
+    layers; window_pages: page ids of those layers are 1..window_pages. saved_states: states of recurrent layers that
+    are kept, running requests' and the prefix cache's, one every state_interval tokens; 0 without such layers.
     """
 
     max_slots: int = 16
@@ -63,6 +69,8 @@ class EngineConfig:
     catch_up: int = 0
     window: int = 0
     window_pages: int = 0
+    saved_states: int = 0
+    state_interval: int = 0
     max_waiting: int = 100_000
     max_stop_ids: int = MAX_STOP_IDS
 
@@ -99,6 +107,13 @@ class EngineConfig:
                 f"prefill_tiers={list(self.prefill_tiers)} do not reach prefill_chunk={widest} rows; add that size or "
                 "lower prefill_chunk"
             )
+        _between("saved_states", self.saved_states, 0, 1 << 16)
+        unit = math.lcm(self.page_size, STATE_UNIT)
+        if self.saved_states and (self.state_interval % unit or self.state_interval < max(1, self.num_drafts + 2)):
+            raise ConfigError(
+                f"state_interval={self.state_interval} must be a multiple of {unit} (page_size={self.page_size} and "
+                f"{STATE_UNIT}) and above num_drafts + 1 = {self.num_drafts + 1}"
+            )
         _between("window", self.window, 0, 2**31 - 1)
         if self.window and self.window_pages < self.window_need:
             raise ConfigError(
@@ -132,6 +147,11 @@ class EngineConfig:
         if self.num_drafts and (self.catch_up or not self.lookahead):
             kinds.add((min(self.row_tiers), 0))
         return sorted(kinds)
+
+    @property
+    def saved_places(self) -> int:
+        """Width of the table of saved states, by tokens // state_interval."""
+        return self.pages_per_slot * self.page_size // self.state_interval + 2 if self.saved_states else 1
 
     @property
     def window_quota(self) -> int:
@@ -183,6 +203,8 @@ class LLMConfig:
     sets the number of drafts, total - 1. synthetic_acceptance: mean tokens per round, overrides only the accept
     decision. capture_seconds, capture_mib: what capturing the frames at start-up may take.
     window_pages: pages for layers with a sliding window; by default what is always enough, more keep more prefixes.
+    saved_states: states of recurrent layers that are kept for prefix hits, a tenth of the memory for pages by default;
+    state_interval: tokens between two of them, a multiple of page_size and 16.
     gpu_memory_mib: most that weights and pages may take on a GPU, even where more is free.
     adaptive: every frame makes the number of drafts, none included, that pays at its batch size and the acceptance
     seen so far; num_drafts is then the most. Nothing but this promises never to be slower than plain decoding: a fixed
@@ -211,6 +233,8 @@ class LLMConfig:
     page_size: int | None = None
     num_pages: int | None = None
     window_pages: int | None = None
+    saved_states: int | None = None
+    state_interval: int | None = None
     prefill_chunk: int | None = None
     prefill_chunk_busy: int | None = None
     prefill_tiers: tuple[int, ...] = ()
@@ -300,7 +324,7 @@ _KINDS: tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...] = (
     (
         (int,), "a whole number",
         ("num_drafts", "seed", "threads", "run_ahead", "max_model_len", "max_slots", "page_size", "num_pages",
-         "window_pages", "prefill_chunk"),
+         "window_pages", "saved_states", "state_interval", "prefill_chunk"),
     ),
     ((int, float), "a number", ("synthetic_acceptance",)),
     ((str, os.PathLike), "text or a path", ("model", "tokenizer")),
@@ -323,6 +347,7 @@ def resolve_engine(
     memory_bytes: int,
     on_cpu: bool,
     slot_bytes: int = 0,
+    state_bytes: int = 0,
     window: int = 0,
     window_bytes_per_token: int = 0,
 ) -> EngineConfig:
@@ -330,7 +355,8 @@ def resolve_engine(
 
     context: the model's longest sequence. eos_ids: how many tokens end a sequence for the model. memory_bytes: what
     may be spent on pages when num_pages is not given, less slot_bytes for every slot. window_bytes_per_token: of layers
-    with a window of that many tokens, which kv_bytes_per_token leaves out.
+    with a window of that many tokens, which kv_bytes_per_token leaves out. state_bytes: of one saved state of recurrent
+    layers, 0 without such layers.
     """
     max_model_len = context if user.max_model_len is None else user.max_model_len
     if max_model_len > context:
@@ -340,6 +366,8 @@ def resolve_engine(
     _between("page_size", page_size, 1, 1024)
     _between("max_slots", max_slots, 1, 4096)
     memory_bytes -= slot_bytes * (max_slots + 1)
+    saved, interval = _saved_states(user, page_size, max_slots, max_model_len, num_drafts, memory_bytes, state_bytes)
+    memory_bytes -= saved * state_bytes
     buckets = tuple(user.slot_buckets)
     tiers = tuple(sorted({min(t, num_drafts + 1) for t in user.row_tiers}))
     if not on_cpu:  # captured frames need fixed shapes
@@ -371,7 +399,9 @@ def resolve_engine(
         prefill_chunk_busy=min(chunk, busy if busy is not None else 32),
         prefill_tiers=chunk_tiers,
         prefill_prompts=0 if on_cpu else min(max_slots, PREFILL_PROMPTS),
-        prefix_cache=user.prefix_cache,
+        prefix_cache=user.prefix_cache and (saved > 0 or not state_bytes),
+        saved_states=saved,
+        state_interval=interval,
         slot_buckets=buckets,
         row_tiers=tiers,
         adaptive=user.adaptive and num_drafts > 0,
@@ -392,6 +422,24 @@ def resolve_engine(
         made = replace(made, num_pages=max(one, min(wanted, fitting)))
     need = made.window_need if window else 0
     return replace(made, window_pages=need if user.window_pages is None else user.window_pages)
+
+
+def _saved_states(
+    user: LLMConfig, page_size: int, max_slots: int, max_len: int, num_drafts: int, memory_bytes: int, state_bytes: int
+) -> tuple[int, int]:
+    """How many states of recurrent layers are kept for the prefix cache, and how many tokens apart."""
+    if not state_bytes:
+        for name in ("saved_states", "state_interval"):
+            if value := getattr(user, name):
+                raise ConfigError(f"{name}={value} is for models with recurrent layers; this one has none")
+        return 0, 0
+    if not user.prefix_cache or user.saved_states == 0:
+        return 0, 0
+    unit = math.lcm(page_size, STATE_UNIT)
+    near = max(num_drafts + 2, min(STATE_INTERVAL, max_len // 8))
+    interval = user.state_interval if user.state_interval is not None else -(-near // unit) * unit
+    fitting = max(0, memory_bytes) // 10 // state_bytes
+    return min(4 * max_slots, fitting) if user.saved_states is None else user.saved_states, interval
 
 
 def _fitting(engine: EngineConfig, memory_bytes: int, page: int, window_page: int) -> int:

@@ -252,6 +252,8 @@ class Admit:
     tokens: every token known so far (prompt, then output kept from before a preemption).
     start: tokens whose KV is already in the given pages (a prefix hit); a whole number of pages.
     pages: page ids that cover positions [0, ...) in order.
+    Of recurrent layers: restores: the saved state that the slot goes on from, 0 for none, and absorbed: the tokens that
+    it includes; saved: where later states are saved, by tokens // interval, 0 for nowhere.
     """
 
     slot: int
@@ -260,6 +262,9 @@ class Admit:
     tokens: tuple[int, ...]
     start: int
     pages: tuple[int, ...]
+    absorbed: int = 0
+    restores: int = 0
+    saved: tuple[int, ...] = ()
 
 
 class PageAppend(NamedTuple):
@@ -304,6 +309,7 @@ class FramePlan(NamedTuple):
 
     decode: slots of the frame, in order; padded to the slot bucket with sink slot 0.
     window_pages: the same for the table of layers with a sliding window; what is behind a window stays as it is.
+    saved: the same for the places where states of recurrent layers are saved.
     rows: R, verified rows of the whole frame, len(decode) <= rows; the device packs at most R.
     width: most rows any single slot can get.
     len_ub: upper bound on committed length + rows over the decode slots (attention width).
@@ -324,6 +330,7 @@ class FramePlan(NamedTuple):
     admits: tuple[Admit, ...] = ()
     pages: tuple[PageAppend, ...] = ()
     window_pages: tuple[PageAppend, ...] = ()
+    saved: tuple[PageAppend, ...] = ()
     decode: tuple[int, ...] = ()
     rows: int = 0
     width: int = 0

@@ -43,6 +43,8 @@ class ControlWriter:
             self._append("table", plan.pages)
         if plan.window_pages:
             self._append("window_table", plan.window_pages)
+        if plan.saved:
+            self._append("saved", plan.saved)
         if plan.decode and plan.decode != self._decode:
             self._put("decode", 0, plan.decode)
             self._decode = plan.decode
@@ -87,7 +89,7 @@ class ControlWriter:
             ("draft_count", 0),
             ("max_drafts", drafts),
             ("behind", 0),
-            *((("absorbed", 0),) if "absorbed" in self.offset else ()),
+            *((("absorbed", a.absorbed),) if "absorbed" in self.offset else ()),
             ("mode", int(request.mode)),
             ("key", request.key),
             ("child", request.child),
@@ -111,6 +113,8 @@ class ControlWriter:
         self._put("table", a.slot, (*a.pages, *(0,) * (self.stride["table"] - len(a.pages))))
         if "window_table" in self.offset:
             self._put("window_table", a.slot, (0,) * self.stride["window_table"])
+        if a.saved:
+            self._put("saved", a.slot, a.saved)
 
     def _prefill(self, plan: FramePlan) -> None:
         """Rows of the chunk and the ends of prompts among them, padded with the sink's row 0."""

@@ -94,9 +94,11 @@ class Device:
             self.masks.send(plan.masks)
         if frame.clears_pages:
             self._clear(plan)
-        if frame.drafter is not None:
-            for a in plan.admits:
+        for a in plan.admits:
+            if frame.drafter is not None:
                 frame.drafter.admit(a)
+            if a.restores and frame.states is not None:
+                frame.states.restore(a.slot, a.restores, a.absorbed)
         records: list[Tensor] = []
         slots = plan.decode
         if plan.catch_up:

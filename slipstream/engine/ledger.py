@@ -13,6 +13,7 @@ from slipstream.config import EngineConfig
 from slipstream.engine.pages import PagePool, pages_for
 from slipstream.engine.pools import Allocator, Pools
 from slipstream.engine.radix import Node, RadixCache
+from slipstream.engine.saved import SavedStates
 from slipstream.engine.sequence import Sequence
 from slipstream.engine.window import WindowPages
 from slipstream.types import PrefillSpan
@@ -25,7 +26,9 @@ class Ledger:
         self.pools = Pools(self.pool, followers)
         self.window = WindowPages(config) if config.window else None
         """Pages of the layers with a sliding window, where the model has some."""
-        self.radix = RadixCache(config.page_size, None if self.window is None else self.window.forget)
+        self.saved = SavedStates(config) if config.saved_states else None
+        """Saved states of recurrent layers, where the model has some and the prefix cache is on."""
+        self.radix = RadixCache(config.page_size, self._dropped)
         self.free_slots = list(range(1, config.max_slots + 1))
         self.collected = -1
         """Newest launch whose result is in."""
@@ -80,6 +83,9 @@ class Ledger:
             self.window.enter(seq.slot, _from_root(node))
         self._extend([seq.slot], [start], [new], count)
         self._measure(seq)
+        if self.saved is not None:
+            seq.restores = node.state if start else 0
+            seq.places = self.saved.enter(seq.slot, start, len(seq.tokens), seq.covered)
         return True
 
     def grow(self, seqs: list[Sequence], rows: list[int], stock: int = 0) -> list[tuple[int, tuple[int, ...]]]:
@@ -99,6 +105,8 @@ class Ledger:
             self.window.extend(slots, old, new, count)
         for s in seqs:
             self._measure(s)
+        if self.saved is not None:
+            self.saved.cover(slots, [s.covered for s in seqs])
         return [(o // self.config.page_size, p) for o, p in zip(old, pages, strict=True)]
 
     def read(self, spans: list[tuple[Sequence, PrefillSpan]]) -> None:
@@ -119,11 +127,21 @@ class Ledger:
     def _match(self, seq: Sequence) -> tuple[Node, list[int]]:
         """The longest cached prefix that everything kept for it is there of."""
         node, shared = self.radix.match(seq.tokens, seq.request.salt)
-        if self.window is not None:
-            path = _from_root(node)
-            n = self.window.usable(path)
-            node, shared = path[n - 1] if n else self.radix.root(seq.request.salt), shared[:n]
+        if self.window is not None or self.saved is not None:
+            path, most = _from_root(node), -1
+            while most != len(path):
+                most = len(path)
+                path = path if self.window is None else path[: self.window.usable(path)]
+                path = path if self.saved is None else path[: self.saved.usable(path)]
+            node, shared = path[-1] if path else self.radix.root(seq.request.salt), shared[: len(path)]
         return node, shared
+
+    def _dropped(self, node: Node) -> None:
+        """The prefix cache evicts a node: what else was kept for its tokens goes too."""
+        if self.window is not None:
+            self.window.forget(node)
+        if self.saved is not None:
+            self.saved.forget(node)
 
     def _measure(self, seq: Sequence) -> None:
         seq.covered = len(self.pool.tables[seq.slot]) * self.config.page_size
@@ -153,6 +171,8 @@ class Ledger:
             self.radix.unlock(seq.node)
             if self.window is not None:
                 self.window.leave(seq.slot)
+            if self.saved is not None:
+                self.saved.leave(seq.slot)
             self.pool.free(p for p in self.pools.close(seq.slot) if p not in seq.shared)
             heapq.heappush(self.free_slots, seq.slot)
             seq.node, seq.slot, seq.shared = None, 0, set()
@@ -167,6 +187,8 @@ class Ledger:
         self.pools.check(bool(holders or self._retired))
         if self.window is not None:
             self.window.check(self.radix.nodes())
+        if self.saved is not None:
+            self.saved.check(self.radix.nodes())
         assert len(self.radix.pages()) == self.radix.num_pages, "the prefix cache miscounts its pages"
         slots = sorted([*self.free_slots, *(s.slot for s in (*holders, *self._retired))])
         assert slots == list(range(1, self.config.max_slots + 1)), f"slots leaked or doubled: {slots}"
@@ -186,16 +208,20 @@ class Ledger:
         assert seq.node is not None
         table = self.pool.tables[seq.slot]
         node, taken = self.radix.insert(tokens, table, seq.request.salt, stop_at_foreign=running)
-        path = _from_root(node) if self.window is not None else []
+        path = _from_root(node) if self.window is not None or self.saved is not None else []
         # Without new nodes, what a running sequence uses of the tree is locked already; both paths are prefixes of one
         # sequence. An ended one may give window pages to nodes of others, which then have to stay until it has left.
-        if taken or (path and len(path) > seq.node.depth):
+        if taken or (self.window is not None and path and len(path) > seq.node.depth):
             self.radix.lock(node)
             self.radix.unlock(seq.node)
             seq.node = node
             seq.shared.update(taken)
         if self.window is not None:
             self.window.adopt(seq.slot, path)
+        if self.saved is not None:
+            # A state is there when the frame that writes it has been collected: the last one began so far back at most.
+            there = max(len(seq.tokens), seq.length + 1 - seq.most_tokens)
+            self.saved.adopt(seq.slot, path, there, seq.len_ub + 1)
 
 
 def _from_root(node: Node) -> list[Node]:

@@ -14,9 +14,10 @@ class Node:
     """`key`: the page's token ids. `page`: the id it owns; 0 only at a root. `used`: time of the last use.
 
     `window`: the page it owns in the pool of window layers, 0 for none; `window_locks`: slots whose window covers it.
+    `state`: the saved state of recurrent layers after its tokens, 0 for none.
     """
 
-    __slots__ = ("children", "key", "locks", "page", "parent", "queued", "used", "window", "window_locks")
+    __slots__ = ("children", "key", "locks", "page", "parent", "queued", "state", "used", "window", "window_locks")
 
     def __init__(self, parent: Node | None, key: tuple[int, ...], page: int, used: int) -> None:
         self.parent = parent
@@ -25,7 +26,7 @@ class Node:
         self.used = used
         self.locks = 0
         self.queued = False
-        self.window = self.window_locks = 0
+        self.window = self.window_locks = self.state = 0
         self.children: dict[tuple[int, ...], Node] = {}
 
     @property

@@ -208,6 +208,7 @@ class Scheduler:
             admits=tuple(admits),
             pages=tuple(appends),
             window_pages=() if self.ledger.window is None else self.ledger.window.news(),
+            saved=() if self.ledger.saved is None else self.ledger.saved.news(),
             decode=slots,
             rows=rows,
             width=width,
@@ -371,6 +372,9 @@ class Scheduler:
                 tokens=s.tokens,
                 start=s.cached,
                 pages=pages,
+                absorbed=s.planned if s.restores else 0,
+                restores=s.restores,
+                saved=s.places,
             )
         )
         return s

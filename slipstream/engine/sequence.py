@@ -77,6 +77,8 @@ class Sequence:
     covered: int = 0
     last_launch: int = -1
     behind: int = 0
+    restores: int = 0
+    places: tuple[int, ...] = ()
     node: Node | None = None
     shared: set[int] = field(default_factory=set)
 

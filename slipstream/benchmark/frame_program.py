@@ -131,15 +131,15 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     up before a frame without drafting; tree, tree-sampled: with an EAGLE-3 head that drafts trees; library: greedy with
     the kernels that stand between library products; grammar: greedy, with masks going up; requests,
     requests-tree: sampled, with all that only some requests ask for; model: sampled, with drafts by a model, and the
-    plain pass for both; or hybrid: a target with a recurrent layer, whose states are saved for a prefix cache. plant:
-    "module:function" that puts a known fault back into a production function, to see that the proof turns red
-    (tests/unit/test_frame_proof.py).
+    plain pass for both; hybrid: a target with a recurrent layer, whose states are saved for a prefix cache; or
+    mtp-hybrid: the same with its MTP head. plant: "module:function" that puts a known fault back into a production
+    function, to see that the proof turns red (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(
         max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts, lookahead=1 + TREE.expanded
     )
-    hybrid = kind == "hybrid"
+    hybrid = kind.endswith("hybrid")
     config = parse_hf_config(dict(HYBRID if hybrid else CONFIG))
     weights = WeightBuilder(DummyWeights(config, seed=0, device=device), device=device, dtype=torch.bfloat16)
     model = model_class(config.architecture)(config, weights)
@@ -185,8 +185,9 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     masks = MaskRing(frame.logit_stages.masks, slots=3)
     plans = [_plan(i, slots, sampled) for i in range(2)]
     if every:
-        promises = ("penalties", "biases", "logprobs", "prompt_logprobs", "min_tokens")
-        plans = [p._replace(**dict.fromkeys(promises, True)) for p in plans]
+        names = ("penalties", "biases", "logprobs", "prompt_logprobs", "min_tokens")
+        promises: dict[str, Any] = dict.fromkeys(names, True)
+        plans = [p._replace(**promises) for p in plans]
     if kind == "grammar" or every:
         given = np.full((1 + drafts, config.vocab_size // 32), -1, dtype=np.int32)
         plans = [p._replace(masked=True, masks=(Masks(1, given), Masks(5 + p.seq, given[:1]))) for p in plans]
@@ -204,7 +205,9 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             frame.decode(plan, state.decode_B[: len(plan.decode)])
             assert frame.prefill(plan, last=True) is not None
 
-    kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS, "hybrid": HYBRID_KERNELS}.get(kind, KERNELS)
+    kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS, "hybrid": HYBRID_KERNELS}.get(
+        "hybrid" if hybrid else kind, KERNELS
+    )
     if kind in ("dspark", "suffix") or isinstance(drafter, FeatureDrafter):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
     if kind == "suffix":
@@ -268,8 +271,9 @@ def _eagle_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace, t
 
 def _mtp_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> Drafter:
     """An MTP head on random weights."""
-    config = parse_mtp(CONFIG, model.config)
-    head = MTPModel(config, DummyTensors(mtp_shapes(config), seed=1, device=model.device), model)
+    config = parse_mtp({}, model.config)
+    source = DummyTensors(mtp_shapes(config), seed=1, device=model.device, offset=config.layer.norm_offset)
+    head = MTPModel(config, source, model)
     c = head.config
     kv = KVPages(
         num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size, num_kv_heads=c.num_kv_heads,

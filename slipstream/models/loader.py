@@ -112,12 +112,21 @@ def _device(name: str) -> torch.device:
 
 
 def check_memory(
-    source: WeightSource, config: ModelConfig, dtype: str, device: torch.device, memory_bytes: int | None
+    source: WeightSource,
+    config: ModelConfig,
+    dtype: str,
+    device: torch.device,
+    memory_bytes: int | None,
+    unused: tuple[str, ...] = (),
 ) -> None:
-    """ConfigError with both numbers when the weights do not fit into `memory_bytes` of the device."""
+    """ConfigError with both numbers when the weights do not fit into `memory_bytes` of the device.
+
+    unused: prefixes of tensors that are not loaded.
+    """
     if memory_bytes is None:
         return
     names = source.names() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
+    names = {name for name in names if not name.startswith(unused)}
     need = sum(math.prod(source.shape(name)) for name in names) * DTYPES[dtype].itemsize
     if need > memory_bytes:
         raise ConfigError(
@@ -148,10 +157,10 @@ def _load_folder(
         if wanted == "float16":
             wanted = "bfloat16"
             notes.append("float16 weights are rounded to bfloat16; dtype=float32 keeps them exact")
-    check_memory(source, config, wanted, device, memory_bytes)
+    unused: tuple[str, ...] = getattr(cls, "unused", ())
+    check_memory(source, config, wanted, device, memory_bytes, unused)
     weights = WeightBuilder(source, device=device, dtype=DTYPES[wanted])
     model = cls(config, weights)
-    unused = getattr(cls, "unused", ())
     weights.finish((*_DERIVED, "lm_head.weight") if config.tie_word_embeddings else _DERIVED, unused)
     there = [part for part in unused if any(name.startswith(part) for name in source.names())]
     aside = [part for part in there if part != "mtp."]

@@ -49,4 +49,5 @@ class Qwen3_5Block:
 
 class Qwen3_5(Decoder):
     block = Qwen3_5Block
+    fusable = False
     unused = ("model.visual.", "mtp.")

@@ -35,9 +35,11 @@ def exact_float32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return add_mtp(write_tiny_checkpoint(tmp_path_factory.mktemp("mtp") / "target", "qwen3", seed=1, **BIG), seed=3)
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_5_text"])
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a head: one whose pass is fused, and one with recurrent layers and gated attention."""
+    folder = write_tiny_checkpoint(tmp_path_factory.mktemp("mtp") / "target", request.param, seed=1, **BIG)
+    return add_mtp(folder, seed=3)
 
 
 @pytest.fixture(scope="module")

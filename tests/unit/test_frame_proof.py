@@ -15,11 +15,15 @@ TWO_LAYERS_TWO_FRAMES = {
     "tree": "stream_rope", "tree-sampled": "stream_rope", "eagle3-off": "stream_rope", "grammar": "stream_rope",
     "mtp": "paged_attention", "mtp-sampled": "paged_attention", "mtp-off": "paged_attention",
     "requests": "stream_rope", "requests-tree": "stream_rope",
-    "hybrid": "delta_rows",
+    "hybrid": "delta_rows", "mtp-hybrid": "paged_attention",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", list(TWO_LAYERS_TWO_FRAMES))
+SLOW = ("mtp",)  # the others of its kind hold all that it does
+KINDS = [pytest.param(kind, marks=pytest.mark.slow if kind in SLOW else ()) for kind in TWO_LAYERS_TWO_FRAMES]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_frame_is_clean(kind: str) -> None:
     proof = prove(TARGET, args=[kind])
     assert proof.exit_code == 0, proof.table()
@@ -32,6 +36,7 @@ def test_the_frame_is_clean(kind: str) -> None:
         "library": 8,
         "model": 8,
         "hybrid": 2,
+        "mtp-hybrid": 2 + 12,
         "eagle3-off": 4 + 6,
         "mtp-off": 4 + 6,
         **dict.fromkeys(heads, 4 + 12),
@@ -44,7 +49,7 @@ def test_the_frame_is_clean(kind: str) -> None:
         ops = ("adjust_rows", "recount_slots", "count_tokens", "token_logprobs")
         assert [proof.kernels[f"slipstream::{op}"] for op in ops] == [4, 2, 4, 4 + 2 * 4]
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
-    if kind == "hybrid":  # one recurrent layer; a decode pass and a prompt's in each of two frames
+    if "hybrid" in kind:  # one recurrent layer; a decode pass and a prompt's in each of two frames
         assert [proof.kernels[f"slipstream::delta_{op}"] for op in ("absorb", "prompt")] == [2, 2]
     if "tree" in kind:  # decode rounds judge trees, sampled ones in tensor operations; a prompt's end has none
         ops = ("tree_rows", "compact_path", "close_round", "walk_trees", "close_sampled", "close_greedy")

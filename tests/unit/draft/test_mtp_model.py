@@ -148,6 +148,30 @@ def test_a_table_of_its_own_and_random_weights(tmp_path: Path) -> None:
         assert out.spec.drafted > 0 and len(out.outputs[0].token_ids) == 12
 
 
+def test_a_head_in_fp8_blocks(tmp_path: Path) -> None:
+    """Blocks of 16 x 24, dequantised as the model's are; what is not in FP8 is taken as it is."""
+    high, wide = 16, 24
+    quantization = {"quant_method": "fp8", "weight_block_size": [high, wide]}
+    target = tiny_model_dir(tmp_path / "t", arch="qwen3", quantization_config=quantization)
+    stored, plain = {}, {}
+    for name, w in mtp_tensors(target).items():
+        stored[name] = plain[name] = w
+        if "_proj" in name:
+            rows, columns = w.shape
+            scale = torch.rand(-(-rows // high), -(-columns // wide)) * 0.02 + 0.005
+            full = scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+            stored[name], stored[name + "_scale_inv"] = (w / full).to(torch.float8_e4m3fn), scale
+            plain[name] = stored[name].float() * full
+    add_mtp(target, stored)
+    model = load_model(target, dtype="float64").model
+    head = load_mtp(target, read_json(target / "config.json"), model)
+    other = load_mtp(write_mtp(tmp_path / "d", target, plain), {}, model)
+    with torch.inference_mode():
+        at, h = torch.arange(5), torch.randn(5, 32, dtype=torch.float64)
+        ours, theirs = (m.forward(at, h, at, m.rotary(8), DenseCausal(at))[0] for m in (head, other))
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)
+
+
 def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
     return lambda t: t.pop(name)
 

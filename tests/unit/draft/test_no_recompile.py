@@ -20,11 +20,17 @@ from slipstream.draft.eagle3_config import parse_eagle3
 from slipstream.draft.eagle3_model import Eagle3Model, draft_ids
 from slipstream.draft.feature import FeatureDrafter
 from slipstream.draft.feature_tree import FeatureTreeDrafter
+from slipstream.draft.mtp import MTPDrafter
+from slipstream.draft.mtp_model import MTPModel, mtp_shapes, parse_mtp
 from slipstream.draft.protocol import Drafts, DraftView, TargetRows
 from slipstream.draft.tree import TreeShape
 from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
+from slipstream.models.dummy import DummyTensors, DummyWeights
+from slipstream.models.qwen3 import Qwen3
+from slipstream.models.weights import WeightBuilder
 from tests.support.eagle import head_tensors, head_values, stand_in_target
+from tests.support.tiny import tiny_config
 
 H, V, SLOTS, WIDTH, PAGES = 32, 40, 64, 3, 2
 START_UP = (1, 2, 45)
@@ -40,7 +46,23 @@ def no_trace_log() -> Iterator[None]:
     log.propagate = before
 
 
+def make_mtp() -> FeatureDrafter:
+    """A prediction head of a model that is as large as the stand-in."""
+    c = tiny_config("qwen3", vocab_size=V, hidden_size=H)
+    weights = WeightBuilder(DummyWeights(c, seed=0, device=torch.device("cpu")), device=torch.device("cpu"),
+                            dtype=torch.float32)  # fmt: skip
+    config = parse_mtp({}, c)
+    head = MTPModel(config, DummyTensors(mtp_shapes(config), seed=1, device=torch.device("cpu")), Qwen3(c, weights))
+    kv = KVPages(
+        num_layers=1, num_pages=SLOTS * PAGES, page_size=16, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim,
+        dtype=head.dtype, device=head.device,
+    )  # fmt: skip
+    return MTPDrafter(head, kv=kv, max_drafts=2, max_len=20, workspace=Workspace("cpu", floats=1 << 16))
+
+
 def make(kind: str, levels: int = 3) -> FeatureDrafter:
+    if kind == "mtp":
+        return make_mtp()
     target = stand_in_target(hidden=H, vocab=V, layers=4)
     config = parse_eagle3(head_values(hidden=H, vocab=V, draft_vocab=24), target.config)
     table = TensorTable(head_tensors(hidden=H, vocab=V, draft_vocab=24, own_embedding=True))
@@ -66,7 +88,7 @@ def round_of(slots: int, drafter: FeatureDrafter, hidden: bool) -> DraftView:
         slot_R=slot_B.repeat_interleave(WIDTH), pos_R=index_R % WIDTH + 2, token_R=index_R % V,
         owner_R=index_R // WIDTH, slot_B=slot_B, rows_B=torch.full((slots,), WIDTH),
         row_of_BW=index_R.view(slots, WIDTH), taps=tuple(torch.randn(slots * WIDTH, H) for _ in drafter.taps),
-        hidden_RH=torch.randn(slots * WIDTH, H) if hidden else None,
+        hidden_RH=torch.randn(slots * WIDTH, H) if hidden or drafter.reads_hidden else None,
     )  # fmt: skip
     count_B = torch.full((slots,), WIDTH)
     return DraftView(
@@ -102,7 +124,7 @@ def traced_again(drafter: FeatureDrafter, batches: Sequence[int], start_up: Sequ
     return int(count.frame_count) - known
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize("kind", ["chain", "tree", pytest.param("mtp", marks=pytest.mark.slow)])
 def test_no_round_is_traced_again(kind: str) -> None:
     assert traced_again(make(kind), range(1, SLOTS + 1)) == 0
 

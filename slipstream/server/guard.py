@@ -67,7 +67,8 @@ class Guard:
             if not status:
                 await _refuse(answer, 500, error_body(f"internal error in {request_id}", "server_error"))
         finally:
-            self._telemetry.responses[status] += 1
+            if status:  # 0: the client left before there was an answer
+                self._telemetry.responses[status] += 1
             if status >= 400 or scope["path"] not in QUIET_ROUTES:
                 summary = state["summary"]() if "summary" in state else {}
                 logs.info(
@@ -78,6 +79,7 @@ class Guard:
     async def _refused(self, scope: Any, headers: dict[bytes, bytes], receive: Any, answer: Any) -> bool:
         if _foreign(headers):
             error = error_body("pages of another origin may not use this server", "invalid_request_error")
+            await _swallow(receive, self._most)
             await _refuse(answer, 403, error)
             return True
         if scope["path"] not in OPEN_ROUTES and not self._allowed(headers.get(b"authorization", b"")):
@@ -85,6 +87,7 @@ class Guard:
             challenges = [(b"www-authenticate", b"Bearer")]
             if scope["path"] == "/":  # a browser asks for it; the user name is ignored
                 challenges.append((b"www-authenticate", b'Basic realm="slipstream: the API key as password"'))
+            await _swallow(receive, self._most)
             await _refuse(answer, 401, error, challenges)
             return True
         length = headers.get(b"content-length", b"0")

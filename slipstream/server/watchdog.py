@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import faulthandler
 import time
 
@@ -36,12 +35,16 @@ class Watchdog:
             while True:
                 faulthandler.dump_traceback_later(self.seconds + TURN_SECONDS, repeat=True, file=STDERR)
                 await asyncio.sleep(min(TURN_SECONDS, self.seconds / 4))
-                await self.look()
-                if time.monotonic() - looked > DRAFT_SECONDS and self.engine.dead is None:
-                    looked = time.monotonic()
-                    with contextlib.suppress(EngineDeadError, TimeoutError):
+                try:
+                    await self.look()
+                    if time.monotonic() - looked > DRAFT_SECONDS and self.engine.dead is None:
+                        looked = time.monotonic()
                         spec = (await self.engine.stats())["spec"]
                         self.look_at_drafts(spec["drafted"], spec["accepted"])
+                except (EngineDeadError, TimeoutError):
+                    pass  # an engine that does not answer is seen by `look`
+                except Exception:
+                    logs.error("the watchdog failed", trace=True)  # it goes on
         finally:
             faulthandler.cancel_dump_traceback_later()
 

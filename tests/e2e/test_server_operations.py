@@ -268,15 +268,16 @@ def test_the_document_has_every_body_with_its_limits(server: RunningServer) -> N
 @pytest.mark.parametrize("name", sorted(LIMITS))
 def test_the_limits_in_the_document_are_the_real_ones(name: str) -> None:
     low, high = LIMITS[name]
-    real = "max_tokens" if name == "max_completion_tokens" else name
+    real = {"max_completion_tokens": "max_tokens", "top_logprobs": "logprobs"}.get(name, name)
 
     def make(value: float) -> Any:
         if name == "priority":
             return Service(priority=int(value))
         return SamplingParams(**{"max_tokens": None, real: value})
 
-    step = 1 if isinstance(low, int) and name not in ("temperature", "top_p", "min_p") else 0.5
-    for good in (high, low + step if name == "top_p" else low):
+    reals = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    step = 0.5 if name in reals else 1
+    for good in (high, low + step if name in ("top_p", "repetition_penalty") else low):
         make(good)
     for bad in (low - step, high + step):
         with pytest.raises(InvalidRequestError, match=f"{real}="):

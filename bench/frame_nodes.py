@@ -166,7 +166,7 @@ def main() -> int:
                 )  # fmt: skip
                 ask(frame.state, **wants)
                 stages = Stages.SAMPLED if full else Stages.GREEDY
-                found = kernels_of_replay(frame, Shape(slots=slots, width=drafts + 1, stages=stages, drafts=drafts))
+                found = kernels_of_replay(frame, Shape(slots, slots * (drafts + 1), drafts + 1, stages, drafts))
                 outside = [(n, t) for n, t in found if not any(mark in n for mark in TARGET)]
                 line: dict[str, Any] = {
                     "slots": slots, "drafts": drafts, "synthetic": synthetic, "sampled": full, "asks": name,

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slipstream import __version__
 from slipstream.answers import Limits
 from slipstream.attention.windows import WindowLayers
 from slipstream.config import DEFAULT_DRAFTS, EngineConfig, LLMConfig, resolve_engine
+from slipstream.device import costs
 from slipstream.device.catch_up import CatchUp
 from slipstream.device.frame import Frame
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.draft.detect import OWN, Head, load_head
 from slipstream.draft.ngram import NgramDrafter
-from slipstream.draft.protocol import Drafter
+from slipstream.draft.protocol import ConfidentDrafter, Drafter
 from slipstream.draft.tree import TreeShape
 from slipstream.errors import ConfigError, ModelLoadError, UnsupportedError
 from slipstream.memory.host import keep_large_temporaries
@@ -85,6 +87,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
             _check_draft(config, loaded, draft_loaded, tokenizer)
     if config.draft == "none":
         num_drafts = 0
+    _check_confidence(config, head)
     shape = _tree(config, head)
     if shape is not None:
         num_drafts = shape.total - 1
@@ -123,6 +126,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         widest_frame=max(engine.slot_buckets, default=0), max_stop_ids=engine.max_stop_ids,
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None, tree=shape is not None,
         saved_states=0 if recurrent is None else engine.saved_places, windows=windows is not None,
+        scheduled=engine.confidence_schedule,
     )  # fmt: skip
     states = None if recurrent is None else _states(recurrent, state, engine, model)
     frame = Frame(
@@ -136,6 +140,13 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         if graphs is None:
             raise ConfigError("adaptive=True needs captured frames, which it times: leave cuda_graphs on")
         engine = replace(engine, frame_seconds=graphs.frame_seconds())
+    notes = [*loaded.notes, *_capture_note(report)]
+    if engine.confidence_schedule:
+        if graphs is None and device.type == "cuda":
+            raise ConfigError("confidence_schedule=True needs captured frames, which it times: leave cuda_graphs on")
+        cache = costs.CostCache(costs.cache_folder(), _cost_key(loaded, head, drafter, engine, device))
+        seconds, said = costs.row_seconds(frame, engine, graphs, cache)
+        engine, notes = replace(engine, row_seconds=seconds), [*notes, *said]
     if graphs is not None and config.prefill_chunk_busy is None:
         engine = replace(engine, prefill_chunk_busy=min(engine.prefill_chunk, graphs.busy_rows()))
     resolved = {
@@ -163,7 +174,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         grammars=Grammars(tokenizer, vocab_size=model.config.vocab_size, eos_ids=eos_ids),
         engine_config=engine,
         device=Device(frame, run_ahead=engine.run_ahead, graphs=graphs),
-        resolved=resolved, notes=[*loaded.notes, *_capture_note(report)],
+        resolved=resolved, notes=notes,
     )  # fmt: skip
 
 
@@ -193,6 +204,33 @@ def _tree(config: LLMConfig, head: Head | None) -> TreeShape | None:
 def _unknown_draft(name: str) -> str:
     """What to say of a draft that does not load, where it may be a misspelt word."""
     return "" if name == OWN or Path(name).expanduser().exists() else ' is neither "ngram", "suffix", "mtp" nor a draft'
+
+
+def _check_confidence(config: LLMConfig, head: Head | None) -> None:
+    """Raises ConfigError for a draft that cannot schedule verification; a factory's is looked at once it is made."""
+    if (
+        config.confidence_schedule
+        and not callable(config.draft)
+        and getattr(head and head.model, "confidence", None) is None
+    ):
+        kind = "a language model" if head is None else f"{head.drafter.__name__} without one"
+        raise ConfigError(
+            f"confidence_schedule=True needs a draft with a confidence head (DSpark); draft={config.draft!r} is {kind}"
+        )
+
+
+def _cost_key(
+    loaded: LoadedModel, head: Head | None, drafter: Drafter | None, engine: EngineConfig, device: torch.device
+) -> dict[str, Any]:
+    """What the costs of frames depend on."""
+    model = loaded.model
+    return {
+        "slipstream": __version__, "torch": torch.__version__, "device": costs.device_name(device),
+        "model": repr(model.config), "dtype": str(model.dtype), "weights": loaded.weights,
+        "draft": type(drafter).__name__ if head is None else repr(getattr(head.model, "block", head.model.config)),
+        "num_drafts": engine.num_drafts, "page_size": engine.page_size, "max_model_len": engine.max_model_len,
+        "slot_buckets": engine.slot_buckets, "row_tiers": engine.row_tiers, "max_slots": engine.max_slots,
+    }  # fmt: skip
 
 
 def _lookahead(num_drafts: int, shape: TreeShape | None) -> int:
@@ -377,7 +415,7 @@ def _graphs(
     graphs = FrameGraphs(
         frame, buckets=engine.slot_buckets, kinds=engine.frame_kinds,
         len_ub=engine.max_model_len + engine.num_drafts + 1, chunks=engine.prefill_tiers,
-        prompts=engine.prefill_prompts,
+        prompts=engine.prefill_prompts, width=engine.num_drafts + 1 if engine.confidence_schedule else None,
     )  # fmt: skip
     given = {"budget_seconds": config.capture_seconds, "budget_mib": config.capture_mib}
     budget = {name: float(value) for name, value in given.items() if value is not None}
@@ -407,6 +445,8 @@ def _drafter(
             if name not in known:
                 raise ConfigError(f"this kind of draft takes no option {name!r}; known: {', '.join(known) or 'none'}")
         make = head.drafter if shape is None else partial(head.tree, shape=shape)
+        if engine.confidence_schedule:
+            make = partial(make, confident=True)
         made: Drafter = make(
             head.model, kv=_pages(head.model, engine, device), max_drafts=engine.num_drafts,
             max_len=engine.max_model_len, slots=engine.max_slots, real=real, workspace=workspace,
@@ -436,6 +476,9 @@ def _drafter(
     if callable(config.draft):
         make = config.draft if shape is None else partial(config.draft, shape=shape)
         made = make(slots=engine.max_slots, max_drafts=engine.num_drafts, max_len=engine.max_model_len, device=device)
+        confident = isinstance(made, ConfidentDrafter) and made.confident
+        if engine.confidence_schedule and not confident:
+            raise ConfigError(f"confidence_schedule=True needs confidences; {type(made).__name__} gives none")
         if isinstance(made, Drafter):
             return made
     raise ConfigError(

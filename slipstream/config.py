@@ -41,11 +41,13 @@ class EngineConfig:
     below its root, so that a frame emits at most tree_depth + 1 tokens per slot; 0: drafts are a chain. row_tiers:
     rows per slot that a frame may have; empty means exact. adaptive: a cost model chooses each frame's drafts, from
     `draft_modes`. frame_seconds: (padded slots, rows per slot, drafts made, seconds) of captured frames; empty: frames
-    say themselves how long they took. catch_up: committed positions that a drafter with a cache of its own may lag
-    behind, 0: none, so that all frames have to draft. max_stop_ids: stop token ids of a request, those that end a
-    sequence for the model included. window: positions that rows of layers with a sliding window see, 0 without such
-    layers; window_pages: page ids of those layers are 1..window_pages. saved_states: states of recurrent layers that
-    are kept, running requests' and the prefix cache's, one every state_interval tokens; 0 without such layers.
+    say themselves how long they took. confidence_schedule: rows of a frame follow from the drafts' confidences and from
+    row_seconds: (slots, rows, seconds) of timed frames. catch_up: committed positions that a drafter with a cache of
+    its own may lag behind, 0: none, so that all frames have to draft. max_stop_ids: stop token ids of a request, those
+    that end a sequence for the model included. window: positions that rows of layers with a sliding window see, 0
+    without such layers; window_pages: page ids of those layers are 1..window_pages. saved_states: states of recurrent
+    layers that are kept, running requests' and the prefix cache's, one every state_interval tokens; 0 without such
+    layers.
     """
 
     max_slots: int = 16
@@ -66,6 +68,8 @@ class EngineConfig:
     row_tiers: tuple[int, ...] = ()
     adaptive: bool = False
     frame_seconds: tuple[tuple[int, int, int, float], ...] = ()
+    confidence_schedule: bool = False
+    row_seconds: tuple[tuple[int, int, float], ...] = ()
     catch_up: int = 0
     window: int = 0
     window_pages: int = 0
@@ -179,6 +183,8 @@ TREE_HELP = (
     "for example"
 )
 
+SCHEDULE_HELP = "verify only the drafts that pay, by a DSpark draft's confidences and by what frames cost here"
+
 
 def tree_values(text: str) -> dict[str, int]:
     """ "4,4,16" as the option draft_tree. Raises ConfigError for anything but three whole numbers."""
@@ -211,6 +217,8 @@ class LLMConfig:
     number is worth it or not by batch size and text (on a CPU the fifth row of a frame costs several times the second).
     It is off unless asked for, with a drafter named too: a number of drafts then means what it says, frames are the
     same from run to run, where on a CPU the choice follows measured times, and n-gram drafts have a gate of their own.
+    confidence_schedule: every frame verifies as many drafts as pay, the likeliest of all requests by the confidences of
+    a DSpark draft; all of them while rows cost nothing. Frames are timed for it at start-up.
     verifier: how drafts that were sampled are judged in unseeded requests, "chain"
     or "block" (which accepts at least as much); both keep the target's law.
     """
@@ -247,6 +255,7 @@ class LLMConfig:
     gpu_memory_mib: float | None = None
     synthetic_acceptance: float | None = None
     adaptive: bool = False
+    confidence_schedule: bool = False
     verifier: str = "chain"
 
     @classmethod
@@ -284,6 +293,18 @@ class LLMConfig:
             raise ConfigError('adaptive=True chooses how much to draft; it needs a draft, such as draft="ngram"')
         if self.adaptive and self.draft_tree is not None:
             raise ConfigError("adaptive=True chooses among chains; it does not go with draft_tree yet, leave one out")
+        if self.confidence_schedule:
+            if self.draft in (None, "none", "ngram", "suffix"):
+                raise ConfigError(
+                    f"confidence_schedule=True needs a draft with a confidence head (DSpark), not draft={self.draft!r}"
+                )
+            if self.draft_tree is not None:
+                raise ConfigError("confidence_schedule=True schedules chains; leave it or draft_tree out")
+            if self.adaptive:
+                raise ConfigError(
+                    "confidence_schedule=True and adaptive=True both decide how much is verified, by each draft's own "
+                    "confidence or by the mean acceptance of all; leave one out"
+                )
         if self.draft is None and self.num_drafts:
             raise ConfigError(f'num_drafts={self.num_drafts} needs a draft; give draft="ngram" or a draft model')
         if self.draft_tree is not None:
@@ -329,7 +350,7 @@ _KINDS: tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...] = (
     ((int, float), "a number", ("synthetic_acceptance",)),
     ((str, os.PathLike), "text or a path", ("model", "tokenizer")),
     ((str,), "text", ("device", "dtype", "load_format", "revision")),
-    ((bool,), "True or False", ("prefix_cache", "cuda_graphs", "adaptive")),
+    ((bool,), "True or False", ("prefix_cache", "cuda_graphs", "adaptive", "confidence_schedule")),
     ((Mapping,), "a mapping of option names to values", ("draft_options", "draft_tree")),
 )  # fmt: skip
 
@@ -373,7 +394,8 @@ def resolve_engine(
     if not on_cpu:  # captured frames need fixed shapes
         powers = {2**i for i in range(max_slots.bit_length())}
         buckets = buckets or tuple(sorted(powers | {max_slots}))
-        some = {2**i for i in range(num_drafts.bit_length())} if user.adaptive else {1}
+        fine = user.adaptive or user.confidence_schedule
+        some = {2**i for i in range(num_drafts.bit_length())} if fine else {1}
         tiers = tiers or tuple(sorted(some | {num_drafts + 1}))
     chunk = user.prefill_chunk if user.prefill_chunk is not None else (256 if on_cpu else 2048)
     busy = user.prefill_chunk_busy
@@ -405,6 +427,7 @@ def resolve_engine(
         slot_buckets=buckets,
         row_tiers=tiers,
         adaptive=user.adaptive and num_drafts > 0,
+        confidence_schedule=user.confidence_schedule and num_drafts > 0,
         catch_up=max(CATCH_UP, 2 * (num_drafts + 1)) if user.adaptive and lookahead else 0,
         max_stop_ids=max(MAX_STOP_IDS, eos_ids + MAX_STOP_IDS // 2),
         window=window,

@@ -65,6 +65,8 @@ class Metrics:
         self.frame_seconds, self.queue_seconds = Histogram(FRAME_SECONDS), Histogram(QUEUE_SECONDS)
         self.frames_by_drafts: Counter[int] = Counter()
         self._drafts = 0
+        self.budget: int | None = None  # drafts that the last frame may verify, where confidences schedule it
+        self._budgets = 0
         self._ring = [[0.0] * len(_FIELDS) for _ in range(capacity)]
         self._stamps = [[0] * 8 for _ in range(capacity)]
         """Of the same launches, on perf_counter_ns: plan, enqueue and its end; the device's begin and end; begin of
@@ -103,6 +105,7 @@ class Metrics:
         if slots:
             self._drafts = plan.drafts
             self.frames_by_drafts[plan.drafts] += 1
+            self._budgets += self.budget or 0
         self.counters["prefill_rows"] += prefill_rows
 
     def collected(
@@ -154,12 +157,16 @@ class Metrics:
 
         drafts: how many the last frame made for the next one, and how many frames made each number (0: drafting off).
         Histograms: frame_seconds, of launches that decoded and read no prompt; queue_seconds, arrival to first slot.
+        schedule: drafts that the last frame was given rows for, and the mean, where confidences schedule verification.
         """
         n = min(self._seen, len(self._ring))
         kept = [self._ring[i % len(self._ring)] for i in range(self._seen - n, self._seen)]
         ring_np = np.array(kept, dtype=np.float64).reshape(n, len(_FIELDS))
         out: dict[str, Any] = {"counters": dict(self.counters), "spec": self.spec.as_dict(), "window": n}
         out["drafts"] = {"now": self._drafts, "frames": dict(sorted(self.frames_by_drafts.items()))}
+        if self.budget is not None:
+            mean = self._budgets / max(1, self.counters["frames"])
+            out["schedule"] = {"budget": self.budget, "mean_budget": round(mean, 4)}
         for name in ("host", "wait", "busy", "idle"):
             out[f"{name}_seconds"] = getattr(self, f"{name}_ns") / 1e9
         out["histograms"] = {name: getattr(self, name).as_dict() for name in ("frame_seconds", "queue_seconds")}

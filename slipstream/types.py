@@ -382,12 +382,16 @@ class Stages(enum.IntEnum):
 IntArray = npt.NDArray[np.int64]
 
 
+SURVIVAL_ONE = 1 << 30
+"""Survivals of drafts (`kernels.schedule`) are whole numbers; this is a chance of 1."""
+
 RECORD_COLUMNS = 6
 """Numbers of a record before its tokens, in this order:
 
 generation (whose record it is), emitted (how many of the tokens are valid; 0: the slot was inactive), accepted
 (emitted tokens that came from drafts), drafted (drafts that were verified), finish (FinishCode after the last
-emitted token), next drafts (ready for the next frame).
+emitted token), next drafts (ready for the next frame). Where verification is scheduled by confidence, the survivals of
+the next drafts follow, `EngineConfig.num_drafts` of them.
 """
 
 

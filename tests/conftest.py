@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def golden_dir() -> Path:
     if folder is None:
         pytest.skip("no golden folder: set SLIPSTREAM_GOLDEN")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What is measured in tests stays out of the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from typing import Any
 
 from slipstream import __version__
 from slipstream.benchmark import floor
-from slipstream.config import TREE_HELP, tree_values
+from slipstream.config import SCHEDULE_HELP, TREE_HELP, tree_values
 from slipstream.errors import ConfigError
 from slipstream.types import SamplingParams
 
@@ -27,7 +27,8 @@ SHORT = 32
 """Output tokens of the short run: enough that every sequence of a batch has started before one ends."""
 
 _LLM_OPTIONS = (
-    "model", "load_format", "draft", "num_drafts", "draft_tree", "adaptive", "synthetic_acceptance", "dtype", "device",
+    "model", "load_format", "draft", "num_drafts", "draft_tree", "adaptive", "confidence_schedule",
+    "synthetic_acceptance", "dtype", "device",
     "threads", "run_ahead", "seed",
 )  # fmt: skip
 
@@ -63,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--num-drafts", type=int, metavar="K", help="drafts per round")
     add("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
     add("--adaptive", action="store_true", default=None, help="draft only as much as pays, or not")
+    add("--confidence-schedule", action="store_true", default=None, help=SCHEDULE_HELP)
     add(
         "--synthetic-acceptance",
         type=float,
@@ -353,6 +355,7 @@ def _facts(llm: Any, args: argparse.Namespace, *, rate: float, weight_bytes: int
         "num_drafts": resolved["num_drafts"],
         "draft_tree": resolved.get("draft_tree"),
         "adaptive": resolved.get("adaptive", False),
+        "confidence_schedule": resolved.get("confidence_schedule", False),
         "synthetic_acceptance": args.synthetic_acceptance,
         "dtype": resolved["dtype"],
         "device": resolved["device"],

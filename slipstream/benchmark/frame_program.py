@@ -47,7 +47,16 @@ from slipstream.models.dummy import DummyTensors, DummyWeights
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
-from slipstream.types import Admit, FramePlan, Masks, PageAppend, PrefillSpan, Request, SamplingParams
+from slipstream.types import (
+    RECORD_COLUMNS,
+    Admit,
+    FramePlan,
+    Masks,
+    PageAppend,
+    PrefillSpan,
+    Request,
+    SamplingParams,
+)
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,
@@ -98,6 +107,8 @@ LIBRARY_KERNELS = (
 
 TREE_KERNELS = ("slipstream::tree_rows", "slipstream::compact_path", "slipstream::close_round")
 
+SCHEDULE_KERNELS = ("slipstream::allot_drafts", "slipstream::offer_scheduled")
+
 EAGLE_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms", "slipstream::stream_linear")
 
 MTP_KERNELS = ("slipstream::feature_rows",)
@@ -126,7 +137,8 @@ PLAIN_KERNELS = ("slipstream::paged_attention", "slipstream::prefill_attention",
 def build(kind: str = "greedy", plant: str = "") -> Program:
     """One launch with everything in it: admissions, page appends, a decode frame of 4 slots, a prefill chunk.
 
-    kind: greedy; sampled; suffix: greedy, dspark: sampled, with that drafter instead of n-gram; eagle3,
+    kind: greedy; sampled; suffix: greedy, dspark: sampled, with that drafter instead of n-gram; scheduled,
+    scheduled-sampled: with DSpark drafts whose confidences share out fewer rows than there are drafts; eagle3,
     eagle3-sampled: with an EAGLE-3 head; mtp, mtp-sampled: with an MTP head; eagle3-off, mtp-off: with one that catches
     up before a frame without drafting; tree, tree-sampled: with an EAGLE-3 head that drafts trees; library: greedy with
     the kernels that stand between library products; grammar: greedy, with masks going up; requests,
@@ -149,13 +161,13 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
     )  # fmt: skip
     workspace, tree = Workspace(device), TREE if "tree" in kind else None
-    every = kind.startswith("requests")
-    sampled = every or kind in ("sampled", "dspark", "model", "eagle3-sampled", "mtp-sampled", "tree-sampled")
+    every, scheduled = kind.startswith("requests"), kind.startswith("scheduled")
+    sampled = every or kind in ("sampled", "dspark", "model") or kind.endswith("-sampled")
     drafter: Drafter = NgramDrafter(slots=slots, max_drafts=drafts, device=device)
     if kind == "suffix":
         drafter = SuffixDrafter(max_drafts=drafts)
-    if kind == "dspark":
-        drafter = _block_drafter(model, engine, workspace)
+    if kind == "dspark" or scheduled:
+        drafter = _block_drafter(model, engine, workspace, confident=scheduled)
     if kind.startswith("eagle3") or tree is not None:
         drafter = _eagle_drafter(model, engine, workspace, tree)
     if kind.startswith("mtp"):
@@ -164,7 +176,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         drafter = StandaloneDrafter(model, kv=kv, max_drafts=drafts, workspace=workspace)
     state = SlotState(
         max_slots=slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot, num_drafts=drafts,
-        chunk_rows=CHUNK, device=device, draft_vocab=drafter.draft_vocab, tree=tree is not None,
+        chunk_rows=CHUNK, device=device, draft_vocab=drafter.draft_vocab, tree=tree is not None, scheduled=scheduled,
         saved_states=engine.max_model_len // 64 + 2 if hybrid else 0,
     )  # fmt: skip
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
@@ -191,6 +203,8 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     if kind == "grammar" or every:
         given = np.full((1 + drafts, config.vocab_size // 32), -1, dtype=np.int32)
         plans = [p._replace(masked=True, masks=(Masks(1, given), Masks(5 + p.seq, given[:1]))) for p in plans]
+    if scheduled:
+        plans = [plan._replace(rows=8) for plan in plans]
     turn = iter(range(1 << 30))
 
     def one() -> None:
@@ -202,14 +216,17 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             if frame.catch_up is not None:
                 plan = plan._replace(drafts=0)
                 frame.read_missing(plan, state.decode_B[: len(plan.decode)])
-            frame.decode(plan, state.decode_B[: len(plan.decode)])
+            record_BC = frame.decode(plan, state.decode_B[: len(plan.decode)])
+            assert record_BC.shape[1] == RECORD_COLUMNS + plan.width + (drafts if scheduled else 0)
             assert frame.prefill(plan, last=True) is not None
 
     kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS, "hybrid": HYBRID_KERNELS}.get(
         "hybrid" if hybrid else kind, KERNELS
     )
-    if kind in ("dspark", "suffix") or isinstance(drafter, FeatureDrafter):
+    if kind in ("dspark", "suffix") or scheduled or isinstance(drafter, FeatureDrafter):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
+    if scheduled:
+        kernels = (*kernels, *SCHEDULE_KERNELS)
     if kind == "suffix":
         kernels = (*kernels, "slipstream::suffix_places", "slipstream::suffix_walk")
     if isinstance(drafter, FeatureDrafter):
@@ -234,7 +251,7 @@ def _states(model: Decoder, state: SlotState, slots: int, drafts: int) -> StateP
     )  # fmt: skip
 
 
-def _block_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> Drafter:
+def _block_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace, *, confident: bool) -> Drafter:
     """A DSpark drafter with every head, on random weights."""
     block = parse_block_config(
         {
@@ -251,7 +268,9 @@ def _block_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -
         num_layers=c.num_layers, num_pages=engine.num_pages, page_size=engine.page_size, num_kv_heads=c.num_kv_heads,
         head_dim=c.head_dim, dtype=model.dtype, device=model.device,
     )  # fmt: skip
-    return BlockDrafter(network, kv=kv, max_drafts=engine.num_drafts, workspace=workspace, confidence_threshold=0.5)
+    return BlockDrafter(
+        network, kv=kv, max_drafts=engine.num_drafts, workspace=workspace, confidence_threshold=0.5, confident=confident
+    )
 
 
 def _eagle_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace, tree: TreeShape | None) -> Drafter:

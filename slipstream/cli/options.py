@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from slipstream.config import TREE_HELP, tree_values
+from slipstream.config import SCHEDULE_HELP, TREE_HELP, tree_values
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.types import MAX_DRAFTS, SamplingParams
 
@@ -21,6 +21,7 @@ ENGINE_OPTIONS = (
     "num_drafts",
     "draft_tree",
     "adaptive",
+    "confidence_schedule",
     "device",
     "dtype",
     "max_model_len",
@@ -66,6 +67,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--adaptive", action="store_true", default=None, help="draft only as much as pays, up to --num-drafts, or not"
     )
+    group.add_argument("--confidence-schedule", action="store_true", default=None, help=SCHEDULE_HELP)
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: cuda when there is one")
     group.add_argument("--dtype", choices=("auto", "float32", "float64", "bfloat16"))
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
@@ -151,6 +153,8 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--num-drafts {drafts} needs a drafter; add --draft ngram, suffix, mtp or PATH")
     if chosen.get("adaptive") and "draft" not in chosen:
         raise ConfigError("--adaptive needs a drafter; add --draft ngram, suffix, mtp or PATH")
+    if chosen.get("confidence_schedule") and "draft" not in chosen:
+        raise ConfigError("--confidence-schedule needs a draft with a confidence head; add --draft with a DSpark head")
     for name in ("max_model_len", "run_ahead", "threads"):
         if chosen.get(name, 1) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {chosen[name]} must be at least 1")

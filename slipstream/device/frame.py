@@ -26,11 +26,12 @@ from slipstream.draft.tree import TreeShape
 from slipstream.kernels import frame as ops
 from slipstream.kernels.draft import offer, offer_drafts
 from slipstream.kernels.sample import argmax_rows, race_rows, row_threshold
+from slipstream.kernels.schedule import allot, allot_drafts, offer_scheduled, offer_with_survivals
 from slipstream.memory.kv import KVPages
 from slipstream.memory.states import StatePool
 from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
-from slipstream.types import FramePlan, Stages
+from slipstream.types import RECORD_COLUMNS, FramePlan, Stages
 from slipstream.verify import DenseQ, OneHot, VerifyRows, verify
 
 if TYPE_CHECKING:
@@ -69,7 +70,13 @@ class Rows:
 
 
 def pack_rows(state: SlotState, slot_B: Tensor, *, rows: int, width: int, kernels: bool = False) -> Rows:
-    """The pending rows of slots [B], at most `rows`. kernels: by the op, in one launch on a GPU."""
+    """The pending rows of slots [B], at most `rows`. kernels: by the op, in one launch on a GPU.
+
+    Where verification is scheduled, the rows beyond one per slot go to the likeliest drafts of all slots.
+    """
+    if state.survival_SK is not None and width > 1:
+        share = allot_drafts if kernels else allot
+        share(state.active_S, state.draft_count_S, state.survival_SK, slot_B, rows, width)
     pack = ops.pack_rows if kernels else ops.packed_rows
     slot_R, cell_R, token_R, owner_R, rows_B, row_of_BW = pack(
         state.active_S, state.committed_S, state.draft_count_S, state.pending_SW, slot_B, rows, width
@@ -127,7 +134,7 @@ class Frame:
     def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:
         """Verify each slot's pending rows, commit what was accepted and draft for the next frame.
 
-        The record [B, RECORD_COLUMNS + W], int64: see kernels/frame.py.
+        The record [B, RECORD_COLUMNS + W], int64: see kernels/frame.py, and types.py for where survivals stand in it.
         """
         rows = pack_rows(self.state, slot_B, rows=plan.rows, width=plan.width, kernels=self.kernels)
         raw_RV, target_R, target = self._target(plan, rows, slot_B)
@@ -161,7 +168,7 @@ class Frame:
             wanted = plan.stages > Stages.GREEDY
             out = self.fused.run(
                 rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted, taps=self.taps,
-                hidden=self.reads_hidden, width=plan.width, cell_R=rows.cell_R, sight=rows.sight,
+                hidden=self.reads_hidden, width=plan.rows // len(plan.decode), cell_R=rows.cell_R, sight=rows.sight,
             )  # fmt: skip
             return out.logits_RV, None if wanted else out.target_R, self._rows(rows, slot_B, out.taps, out.hidden_RH)
         attention = self.cache.rows(
@@ -289,8 +296,7 @@ class Frame:
                 verdict.tokens_BW, verdict.accepted_B, verdict.n_emitted_B, rows_B, slot_B, *fields
             )
         self.logit_stages.committed(plan, slot_B, record_BC, raw_RV, row_of_BW, at)
-        self._draft_next(plan, rows, record_BC, params, drafts=drafts, len_ub=len_ub, first_page=first_page)
-        return record_BC
+        return self._draft_next(plan, rows, record_BC, params, drafts=drafts, len_ub=len_ub, first_page=first_page)
 
     def _finish_tree(
         self, plan: FramePlan, shape: TreeShape, rows: TargetRows, raw_RV: Tensor, logits_RV: Tensor,
@@ -315,10 +321,9 @@ class Frame:
         )
         row_BJ = rows.row_of_BW.gather(1, torch.nn.functional.pad(verdict.path_BK, (1, 0)))
         self.logit_stages.committed(plan, slot_B, record_BC, raw_RV, row_BJ, 0)
-        self._draft_next(
+        return self._draft_next(
             plan, path, record_BC, params, drafts=plan.drafts, len_ub=plan.len_ub, first_page=plan.first_page
         )
-        return record_BC
 
     def _fields(self) -> tuple[Tensor, ...]:
         """The slot state that closing a round reads and writes."""
@@ -338,8 +343,9 @@ class Frame:
         drafts: int,
         len_ub: int,
         first_page: Sequence[int],
-    ) -> None:
-        """Draft for the next frame. rows: those that may have stayed, a chain. params: of slot_B, if known."""
+    ) -> Tensor:
+        """Draft for the next frame, and the record with what it says of that. rows: those that may have stayed, a
+        chain. params: of slot_B, if known."""
         state, slot_B, sampled = self.state, rows.slot_B, plan.sampled or plan.min_tokens
         if drafts == 0:
             if self.drafter is not None:
@@ -365,7 +371,11 @@ class Frame:
                 len_ub=min(len_ub + 1, state.history_SL.shape[1]), first_page=first_page, drafts=drafts,
                 sampled=plan.sampled, filtered=plan.filtered, rejection=plan.rejection, coupled=plan.coupled,
             )  # fmt: skip
-            self._draft(self.drafter, view, slot_B, record_BC)
+            return self._draft(self.drafter, view, slot_B, record_BC)
+        if state.survival_SK is not None:  # no drafts, no survivals
+            none_BK = record_BC.new_zeros(record_BC.shape[0], state.survival_SK.shape[1])
+            return torch.cat([record_BC[:, :RECORD_COLUMNS], none_BK, record_BC[:, RECORD_COLUMNS:]], 1)
+        return record_BC
 
     def _close_sampled(
         self, plan: FramePlan, rows: TargetRows, logits_RV: Tensor, fields: tuple[Tensor, ...]
@@ -401,16 +411,22 @@ class Frame:
             filtered=plan.filtered,
         )
 
-    def _draft(self, drafter: Drafter, view: DraftView, slot_B: Tensor, record_BC: Tensor) -> None:
+    def _draft(self, drafter: Drafter, view: DraftView, slot_B: Tensor, record_BC: Tensor) -> Tensor:
         state = self.state
         drafts = drafter.propose(drafter.extend(view), view)
         if drafts.tree is not None and self.tree is not None:
             plant(state, drafts.tree, self.tree, drafts.count_B, record_BC, slot_B)
-            return
-        put = offer_drafts if self.kernels else offer
-        put(
-            drafts.token_BK, drafts.count_B, record_BC, slot_B, state.active_S, state.committed_S, state.max_len_S,
-            state.max_drafts_S, state.pending_SW, state.draft_count_S,
+            return record_BC
+        where = (
+            record_BC, slot_B, state.active_S, state.committed_S, state.max_len_S, state.max_drafts_S,
+            state.pending_SW, state.draft_count_S,
         )  # fmt: skip
+        if state.survival_SK is not None:
+            assert drafts.confidence_BK is not None, "a drafter that schedules says how sure it is"
+            put = offer_scheduled if self.kernels else offer_with_survivals
+            record_BC = put(drafts.token_BK, drafts.count_B, drafts.confidence_BK, *where, state.survival_SK)
+        else:
+            (offer_drafts if self.kernels else offer)(drafts.token_BK, drafts.count_B, *where)
         if drafts.q_BKV is not None and state.draft_q is not None:
             state.draft_q[slot_B, : drafts.token_BK.shape[1]] = drafts.q_BKV
+        return record_BC

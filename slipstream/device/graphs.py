@@ -23,9 +23,10 @@ BUSY_FRAMES = 2.0
 
 
 class Shape(NamedTuple):
-    """What a captured frame is fixed to. stages, drafts: as in FramePlan."""
+    """What a captured frame is fixed to. rows, width, stages, drafts: as in FramePlan."""
 
     slots: int
+    rows: int
     width: int
     stages: Stages
     drafts: int
@@ -79,17 +80,18 @@ class FrameGraphs:
         len_ub: int,
         chunks: tuple[int, ...] = (),
         prompts: int = 1,
+        width: int | None = None,
     ) -> None:
         """buckets: slots of frames; kinds: (rows per slot, drafts made) of frames; chunks: rows of prefill passes;
-        prompts: ends in one."""
+        prompts: ends in one. width: most rows of one slot, where it may have more than its share of them."""
         self.frame = frame
         self.len_ub = len_ub
         self.prompts = prompts
         self.shapes: list[AnyShape] = [
-            Shape(slots=b, width=width, stages=stages, drafts=drafts)
+            Shape(slots=b, rows=b * tier, width=width or tier, stages=stages, drafts=drafts)
             for stages in Stages
             for b in buckets
-            for width, drafts in kinds
+            for tier, drafts in kinds
         ]
         ends = ((False, Stages.GREEDY), *((True, stages) for stages in Stages))
         self.shapes += [Chunk(rows=r, last=last, stages=stages) for last, stages in ends for r in chunks]
@@ -157,6 +159,14 @@ class FrameGraphs:
             if isinstance(s, Shape) and s.stages is Stages.GREEDY
         )
 
+    def row_seconds(self) -> tuple[tuple[int, int, float], ...]:
+        """(slots, rows, device seconds) of every greedy frame that drafts, over the sink: short sequences."""
+        return tuple(
+            (s.slots, s.rows, self.seconds(s))
+            for s in self.shapes
+            if isinstance(s, Shape) and s.stages is Stages.GREEDY and s.drafts
+        )
+
     def seconds(self, shape: AnyShape, replays: int = 10) -> float:
         """Device time of one replay, the median of some. At start-up only, while all lists name the sink: it waits."""
         graph, _ = self.graphs[shape]
@@ -179,7 +189,7 @@ class FrameGraphs:
             plan = FramePlan(seq=-1, prefill_rows=shape.rows, prefill_prompts=self.prompts)
             return _with(plan._replace(prompt_logprobs=shape.prompt), shape.stages)
         plan = FramePlan(
-            seq=-1, decode=(0,) * shape.slots, rows=shape.slots * shape.width, width=shape.width, len_ub=self.len_ub,
+            seq=-1, decode=(0,) * shape.slots, rows=shape.rows, width=shape.width, len_ub=self.len_ub,
             first_page=(-1,) * shape.slots, drafts=shape.drafts,
         )  # fmt: skip
         return _with(plan, shape.stages)
@@ -207,7 +217,7 @@ class FrameGraphs:
 
     def run(self, plan: FramePlan) -> Tensor:
         """Replay a decode frame; its record stays valid until another graph of the pool runs."""
-        record = self._replay(Shape(len(plan.decode), plan.width, plan.stages, plan.drafts))
+        record = self._replay(Shape(len(plan.decode), plan.rows, plan.width, plan.stages, plan.drafts))
         assert record is not None
         return record
 
@@ -226,11 +236,9 @@ class FrameGraphs:
     def _replay(self, shape: AnyShape) -> Tensor | None:
         found = self.graphs.get(shape)
         if found is None:
-            have = sorted({(s.slots, s.width, s.drafts) for s in self.graphs if isinstance(s, Shape)})
+            have = sorted({(s.slots, s.rows, s.drafts) for s in self.graphs if isinstance(s, Shape)})
             chunks = sorted({s.rows for s in self.graphs if isinstance(s, Chunk)})
-            raise ConfigError(
-                f"no graph for {shape}; captured: (slots, rows per slot, drafts) {have}, prefill rows {chunks}"
-            )
+            raise ConfigError(f"no graph for {shape}; captured: (slots, rows, drafts) {have}, prefill rows {chunks}")
         graph, record = found
         graph.replay()
         return record
@@ -246,6 +254,4 @@ def _with(plan: FramePlan, stages: Stages) -> FramePlan:
 
 
 def _rows(shape: AnyShape) -> int:
-    if isinstance(shape, Chunk):
-        return shape.rows
-    return shape.slots * (shape.rows if isinstance(shape, Missing) else shape.width)
+    return shape.slots * shape.rows if isinstance(shape, Missing) else shape.rows

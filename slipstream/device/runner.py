@@ -63,7 +63,8 @@ class Device:
         depth = run_ahead + 1
         self.up = UploadRing(state.arena, slots=depth, capacity=state.arena.numel())
         rows = state.decode_B.shape[0] + state.last_slot_B.shape[0]
-        columns = RECORD_COLUMNS + state.num_drafts + 1
+        self.survivals = 0 if state.survival_SK is None else state.num_drafts  # columns of a record
+        columns = RECORD_COLUMNS + self.survivals + state.num_drafts + 1
         # A launch with a grammar brings all slots' drafts, and how they follow one another where they are trees.
         self.drafts = (state.pending_SW, state.parent_SW) if state.tree else (state.pending_SW,)
         self.down = RecordRing(
@@ -122,7 +123,8 @@ class Device:
                 slots += last
         packed = records[0] if len(records) == 1 else _joined(records) if records else state.arena[:0]
         columns = packed.shape[1] if records else RECORD_COLUMNS
-        tables = self._tables(plan, columns - RECORD_COLUMNS) if plan.logprobs or plan.prompt_logprobs else None
+        asked = plan.logprobs or plan.prompt_logprobs
+        tables = self._tables(plan, columns - RECORD_COLUMNS - self.survivals) if asked else None
         ring_slot = self.down.receive(packed, self.drafts if plan.masked else ())
         self.launched.append(
             _Launched(plan.seq, ring_slot, slots, len(plan.decode), columns, plan.masked, tables=tables)

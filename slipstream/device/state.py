@@ -29,6 +29,7 @@ class SlotState:
     bias_count_S 0 are off; bias_id_SN and bias_value_SN hold bias_count_S pairs. logprobs_S, prompt_logprobs_S:
     alternatives wanted plus one, 0 for none.
     masked_S: 1 where a grammar decides, its masks are in device/masks.py.
+    survival_SK: of the drafts, where verification is scheduled by confidence (kernels/schedule.py), else None.
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none. window_table_SP: those of layers with a
     sliding window, None without such layers; entries behind a slot's window mean nothing.
@@ -54,6 +55,7 @@ class SlotState:
         tree: bool = False,
         saved_states: int = 0,
         windows: bool = False,
+        scheduled: bool = False,
     ) -> None:
         """saved_states: columns of saved_SC, 0 for a target without recurrent layers. windows: the target has layers
         with a sliding window."""
@@ -89,6 +91,7 @@ class SlotState:
             "pending": (s, num_drafts + 1),
             **dict.fromkeys(("parent", "depth", "seen") if tree else (), (s, num_drafts + 1)),
             **({"absorbed": (s,), "saved": (s, saved_states)} if saved_states else {}),
+            **({"survival": (s, num_drafts)} if scheduled else {}),
             "table": (s, pages_per_slot),
             **({"window_table": (s, pages_per_slot)} if windows else {}),
             "history": (s, max_len + num_drafts + 2),
@@ -123,6 +126,7 @@ class SlotState:
             self.seen_SW = view("seen").fill_(1)
         if saved_states:
             self.absorbed_S, self.saved_SC = view("absorbed"), view("saved")
+        self.survival_SK = view("survival") if scheduled else None
         self.max_drafts_S = view("max_drafts")
         self.behind_S = view("behind")
         self.masked_S = view("masked")

@@ -78,6 +78,7 @@ class BlockDrafter:
 
     reads_hidden, rereads, lookahead = False, 0, True
     options = ("confidence_threshold", "temperatures")
+    confident = False
 
     @staticmethod
     def load(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None) -> BlockModel:
@@ -96,7 +97,9 @@ class BlockDrafter:
         workspace: Any = None,
         confidence_threshold: float = 0.0,
         temperatures: str | Path | Sequence[float] | None = None,
+        confident: bool = False,
     ) -> None:
+        """confident: confidences come with the drafts; they schedule verification."""
         del max_len, slots  # what it keeps is in the pages
         config, threshold = model.block, confidence_threshold
         if not 1 <= max_drafts <= config.max_drafts:
@@ -106,8 +109,10 @@ class BlockDrafter:
             )
         if not 0.0 <= threshold <= 1.0:
             raise ConfigError(f"confidence_threshold={threshold} must be from 0 to 1")
-        if model.confidence is None and (threshold > 0 or temperatures is not None):
-            raise ConfigError("confidence_threshold and temperatures need a draft with a confidence head")
+        if model.confidence is None and (threshold > 0 or temperatures is not None or confident):
+            raise ConfigError(
+                "confidence_threshold, temperatures and confidence_schedule need a draft with a confidence head"
+            )
         scale = [1.0] * config.max_drafts
         if temperatures is not None:
             scale = load_temperatures(temperatures, config.max_drafts)
@@ -118,7 +123,7 @@ class BlockDrafter:
         self.real = real
         self.pages = BlockPages(kv, workspace)
         self.kv = kv
-        self.threshold = threshold
+        self.threshold, self.confident = threshold, confident
         self.heads_per_kv = config.shape.num_heads // config.shape.num_kv_heads
         self.rows = config.rows_for(max_drafts)
         self.offset_T = torch.arange(self.rows, device=model.device)
@@ -161,7 +166,7 @@ class BlockDrafter:
         """Tokens left to right; each row's law may lean on the token before it."""
         slots, drafts, _ = hidden_BKH.shape
         base_BKV = self.model.logits(hidden_BKH.flatten(0, 1)).view(slots, drafts, -1)
-        markov, wants_confidence = self.model.markov, self.threshold > 0
+        markov, wants_confidence = self.model.markov, self.threshold > 0 or self.confident
         state_BR = None if markov is None else markov.start(hidden_BKH[:, 0])
         prev_B, tokens, laws, confidences = anchor_B, [], [], []
         for step in range(drafts):
@@ -178,7 +183,11 @@ class BlockDrafter:
             if law_BV is not None:
                 laws.append(law_BV)
         count_B = (view.slot_B > 0).to(torch.int64) * drafts
-        if wants_confidence:
-            sure_BK = torch.sigmoid(torch.stack(confidences, 1) / self.temperature_K) >= self.threshold
+        confidence_BK = torch.stack(confidences, 1) / self.temperature_K[:drafts] if wants_confidence else None
+        if confidence_BK is not None and self.threshold > 0:
+            sure_BK = torch.sigmoid(confidence_BK) >= self.threshold
             count_B = torch.minimum(count_B, sure_BK.to(torch.int64).cumprod(1).sum(1))
-        return Drafts(token_BK=torch.stack(tokens, 1), count_B=count_B, q_BKV=torch.stack(laws, 1) if laws else None)
+        return Drafts(
+            token_BK=torch.stack(tokens, 1), count_B=count_B, q_BKV=torch.stack(laws, 1) if laws else None,
+            confidence_BK=confidence_BK if self.confident else None,
+        )  # fmt: skip

@@ -118,12 +118,15 @@ class Drafts:
     """token_BK [B, k]: drafts in order; the first count_B are offered. q_BKV: their law, None if one-hot.
 
     tree: what they are nodes of, where they are no chain; token_BK are its nodes after the root.
+    confidence_BK: calibrated logits of "accepted if those before it are", float32; of a `ConfidentDrafter`. One may
+    depend on the drafts before its own only, else output scheduled by it is biased.
     """
 
     token_BK: Tensor
     count_B: Tensor
     q_BKV: Tensor | None = None
     tree: DraftTree | None = None
+    confidence_BK: Tensor | None = None
 
 
 @runtime_checkable
@@ -166,6 +169,13 @@ class Drafter(Protocol):
     def weight_bytes(self) -> int:
         """Bytes of weights that one frame's drafting streams."""
         ...
+
+
+@runtime_checkable
+class ConfidentDrafter(Protocol):
+    """A drafter that can say how sure it is. confident: its `Drafts` carry confidences."""
+
+    confident: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,12 +23,15 @@ class Collector:
         self.metrics = metrics
         self.closed: dict[Key, Sequence] = {}
         """Closed since this was last emptied, for their statistics."""
+        config = scheduler.config
+        self._survivals = config.num_drafts if config.confidence_schedule else 0
 
     def take(self, result: FrameResult) -> list[TokenEvent]:
         """Apply the records of one launch; then release what waited for it."""
         events: list[TokenEvent] = []
         rounds: list[Round] = []
         running, launch, decoded = self.scheduler.running, result.seq, result.decoded
+        survivals = self._survivals
         event = tuple.__new__  # TokenEvent's own constructor takes twice as long
         if result.prompt:
             self._read_prompts(result)
@@ -44,6 +47,9 @@ class Collector:
                 drafted = verified
             else:
                 seq.prefilled = True
+            if survivals:
+                seq.noted(tokens[:survivals])
+                del tokens[:survivals]
             if n == 0:
                 continue
             if drafted is not None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from slipstream.config import STOCK_PAGES, EngineConfig
 from slipstream.engine.adaptive import Adaptive
 from slipstream.engine.admission import check_request
+from slipstream.engine.budget import Schedule
 from slipstream.engine.grammar import GrammarDesk, Grammars, masks_of, may_decode
 from slipstream.engine.ledger import Ledger
 from slipstream.engine.pages import pages_for
@@ -106,6 +107,7 @@ class Scheduler:
         enough = config.num_pages >= config.max_slots * config.pages_per_slot
         self._kept = 0 if enough else config.num_pages // 2
         self.adaptive = Adaptive.of(config) if config.adaptive else None
+        self.schedule = Schedule(config) if config.confidence_schedule else None
 
     def add(self, request: Request) -> None:
         """Check a request and queue it. Raises InvalidRequestError; nothing else is affected."""
@@ -261,10 +263,7 @@ class Scheduler:
         """Slots of the decode frame, R and width, at most `most` rows per slot; who has no pages sits out."""
         if not ready:
             return [], 0, 0
-        wanted = [s.wanted for s in ready]
-        if most <= self.config.num_drafts:
-            wanted = [min(w, most) for w in wanted]
-        rows, cap = choose_rows(wanted, self.config)
+        rows, cap = self._choose_rows(ready, most)
         room = self.ledger.room
         if len(ready) * self._most_pages <= room:
             return ready, rows, cap
@@ -276,8 +275,19 @@ class Scheduler:
                 chosen.append(s)
         if not chosen:
             return [], 0, 0
-        rows, width = choose_rows([min(s.wanted, most) for s in chosen], self.config, cap)
+        rows, width = self._choose_rows(chosen, most, cap)
         return chosen, rows, width
+
+    def _choose_rows(self, members: list[Sequence], most: int, cap: int | None = None) -> tuple[int, int]:
+        """R and width, at most `cap` of it: what records have asked for, or what the schedule finds worth its time."""
+        if self.schedule is not None:
+            budget, rows, width = self.schedule.choose([s.survival for s in members], [s.num_drafts for s in members])
+            self.metrics.budget = budget
+            return rows, width if cap is None else min(width, cap)
+        wanted = [s.wanted for s in members]
+        if most <= self.config.num_drafts:
+            wanted = [min(w, most) for w in wanted]
+        return choose_rows(wanted, self.config, cap)
 
     def _cover(self, decoding: list[Sequence], width: int, seq: int) -> tuple[list[int], list[PageAppend]]:
         """Count the frame to its slots. Bounds on position + 1 over each one's rows, and the pages they need."""

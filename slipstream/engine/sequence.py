@@ -40,13 +40,14 @@ class Sequence:
     where asked for, of the prompt's second token and on, as far as collected; prompt_told: an event has had them.
     counted, rounds: draft statistics, and the rounds that are not in them yet (`stats` has them all).
     grammar: where its masks come from, None without one; masks: those for its next round, None until they are here.
-    The rest is valid while it owns a slot: tokens (known at admission), cached (tokens of a prefix hit),
-    planned (prefill rows planned so far), prefilled (the record of the last chunk is collected, so `length`
-    is a fact), length (committed length by collected records; before that len(tokens)), queued (launch, most
-    tokens) of decode frames not collected, ahead (the sum of those tokens), wanted (rows that its last collected
-    record asks for; all of them while nothing is known), covered (positions that its pages cover), last_launch
-    (the last launch that names the slot), behind (most committed positions that a drafter's own cache lacks), node
-    (deepest locked radix node), shared (pages of its table that the radix tree owns).
+    The rest is valid while it owns a slot: tokens (known at admission), cached (tokens of a prefix hit), planned
+    (prefill rows planned so far), prefilled (the record of the last chunk is collected, so `length` is a fact), length
+    (committed length by collected records; before that len(tokens)), queued (launch, most tokens) of decode frames not
+    collected, ahead (the sum of those tokens), wanted (rows that its last collected record asks for; all of them while
+    nothing is known), covered (positions that its pages cover), last_launch (the last launch that names the slot),
+    survival (of the newest drafts that a launched frame has judged, None before that; with scheduled verification
+    only), fresh (of drafts that no launched frame judges yet), behind (most committed positions that a drafter's own
+    cache lacks), node (deepest locked radix node), shared (pages of its table that the radix tree owns).
     """
 
     request: Request
@@ -79,6 +80,8 @@ class Sequence:
     behind: int = 0
     restores: int = 0
     places: tuple[int, ...] = ()
+    survival: list[int] | None = None
+    fresh: list[int] | None = None
     node: Node | None = None
     shared: set[int] = field(default_factory=set)
 
@@ -127,6 +130,18 @@ class Sequence:
         self.queued.append((launch, tokens))
         self.ahead += tokens
         self.last_launch = launch
+        if self.fresh is not None:  # judged by this frame, so known to the next plans
+            self.survival, self.fresh = self.fresh, None
+
+    def noted(self, survival: list[int]) -> None:
+        """A collected record, of this generation, has survivals of the drafts that it leaves behind.
+
+        How many rows a frame has must not depend on the drafts that it judges: they wait until it is launched.
+        """
+        if self.queued:
+            self.survival, self.fresh = survival, None
+        else:
+            self.fresh = survival
 
     def advanced(self, launch: int, emitted: int) -> None:
         """Its oldest queued frame is collected."""
@@ -152,4 +167,5 @@ class Sequence:
         self.prefilled, self.length = False, len(self.tokens)
         self.queued.clear()
         self.ahead, self.behind, self.wanted = 0, 0, self.most_rows
+        self.survival = self.fresh = None
         self.node = node

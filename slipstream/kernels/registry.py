@@ -37,6 +37,8 @@ KERNELS: dict[str, str] = {
     "close_sampled": "slipstream.kernels.frame",
     "ngram_draft": "slipstream.kernels.draft",
     "offer_drafts": "slipstream.kernels.draft",
+    "offer_scheduled": "slipstream.kernels.schedule",
+    "allot_drafts": "slipstream.kernels.schedule",
     "suffix_places": "slipstream.kernels.suffix",
     "suffix_walk": "slipstream.kernels.suffix",
     "feature_rows": "slipstream.kernels.eagle",

@@ -111,6 +111,7 @@ def build(dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str = "
     return LLM(
         model=str(dirs["target"]), draft=draft, run_ahead=run_ahead, max_slots=64, page_size=1, max_model_len=16,
         draft_options=options.get(drafter, {}), verifier=verifier, draft_tree=TREES.get(kind),
+        confidence_schedule=kind == "scheduled",
     )  # fmt: skip
 
 
@@ -128,6 +129,8 @@ def build(dirs: dict[str, Path], drafter: str, run_ahead: int, verifier: str = "
         ("dflash", 2, "block", {"top_k": 3}),
         ("dspark", 2, "chain", {"top_p": 0.8}),
         ("dspark", 1, "block", {}),
+        pytest.param("dspark:scheduled", 1, "chain", {}, marks=pytest.mark.slow),  # test_schedule_distribution is lean
+        pytest.param("dspark:scheduled", 2, "block", {"top_p": 0.9}, marks=pytest.mark.slow),
         ("eagle3", 2, "chain", {"top_p": 0.9}),
         ("eagle3-part", 1, "chain", {}),
         ("eagle3", 1, "block", {}),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slipstream.engine.budget import CostTable, best_budget
-from slipstream.verify.budget import draft_lengths
+from slipstream.kernels.schedule import draft_lengths
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ def write_block_draft(
     rank: int = 8,
     layers: int = 2,
     spread: float = 2.0,
+    confidence: bool = True,
     **changes: Any,
 ) -> Path:
     """kind: "dflash" (embedding and head are the target's) or "dspark" (copies of them, Markov and confidence head)."""
@@ -39,8 +40,8 @@ def write_block_draft(
         values |= {"dflash_config": {"mask_token_id": vocab - 1, "target_layer_ids": ids}}
     else:
         values |= {"architectures": ["Qwen3DSparkModel"], "mask_token_id": vocab - 1, "target_layer_ids": ids}
-        values |= {"markov_rank": rank, "markov_head_type": head, "enable_confidence_head": True,
-                   "confidence_head_with_markov": True}  # fmt: skip
+        values |= {"markov_rank": rank, "markov_head_type": head, "enable_confidence_head": confidence,
+                   "confidence_head_with_markov": confidence}  # fmt: skip
     values |= changes
     g = torch.Generator().manual_seed(seed)
 
@@ -75,8 +76,9 @@ def write_block_draft(
         if head == "rnn":
             tensors["markov_head.joint_proj.weight"] = matrix(3 * rank, 2 * rank + hidden)
             tensors["markov_head.joint_proj.bias"] = torch.zeros(3 * rank)
-        tensors["confidence_head.proj.weight"] = matrix(1, hidden + rank)
-        tensors["confidence_head.proj.bias"] = torch.zeros(1)
+        if confidence:
+            tensors["confidence_head.proj.weight"] = matrix(1, hidden + rank)
+            tensors["confidence_head.proj.bias"] = torch.zeros(1)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(values))
     save_file(tensors, folder / "model.safetensors")

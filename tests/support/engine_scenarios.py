@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import EngineConfig
+from slipstream.engine.budget import Schedule
 from slipstream.engine.loop import EngineCore
 from slipstream.engine.radix import Node
 from slipstream.structured import StructuredOutputsParams
-from slipstream.types import Request, SamplingParams
+from slipstream.types import SURVIVAL_ONE, Request, SamplingParams
 from tests.support.fake_device import FakeDevice, digest, expected
 from tests.support.fake_grammar import FakeGrammars
 
@@ -71,7 +72,7 @@ def draw_scenario(pick: Pick, run_ahead: int, page_size: int, *, windows: bool =
         "slot_buckets": ((1, 2, 4), (2, 4), ())[pick(0, 2)],
         "rereads": (context + 1) % 2,
         "row_tiers": ((1, 2, 4, 8), ())[pick(0, 1)],
-        "adaptive": k > 0 and pick(0, 2) == 0,
+        **_choice(pick, k, slots),
         "window": window,
         "window_pages": 2**20,
     }
@@ -113,6 +114,17 @@ def draw_scenario(pick: Pick, run_ahead: int, page_size: int, *, windows: bool =
     return Scenario(config, vocab, pick(0, 10_000), clients)
 
 
+def _choice(pick: Pick, k: int, slots: int) -> dict[str, object]:
+    """How the drafts of a frame are chosen: a fixed number, a cost model's, or by confidence with any costs."""
+    chosen = pick(0, 5) if k else 0
+    if chosen < 4:
+        return {"adaptive": chosen in (1, 2)}
+    seconds = [
+        (s, s * t, 1e-3 * (pick(1, 9) + t * pick(0, 3))) for s in (1, 2, 4, 8) if s <= 2 * slots for t in (1, 2, 4, 8)
+    ]
+    return {"confidence_schedule": True, "row_seconds": tuple(seconds)}
+
+
 def run_scenario(s: Scenario) -> tuple[EngineCore, FakeDevice]:
     """Run it to its end; every step checks the pools, the end checks outputs, finish events and cached KV."""
     device = FakeDevice(
@@ -123,6 +135,8 @@ def run_scenario(s: Scenario) -> tuple[EngineCore, FakeDevice]:
         adaptive=s.config.adaptive,
         window=s.config.window,
         window_quota=s.config.window_quota,
+        schedule=Schedule(s.config) if s.config.confidence_schedule else None,
+        survivals=lambda key, position, j: 1 + digest(s.script, 1000 * key + position + 77 * j) % (SURVIVAL_ONE - 1),
         vocab=s.vocab,
         drafts=lambda key, position: _script(s.script, key, position),
     )

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from slipstream.engine.budget import Schedule
 from slipstream.types import FinishCode, FramePlan, FrameResult, MaskRows, Request
 from tests.support.fake_grammar import allowed_after, allowed_by
 
@@ -64,6 +65,8 @@ class _Slot:
     asked: int = 0
     drafts: list[int] = field(default_factory=list)
     masks: MaskRows | None = None
+    judged: int = -1  # last launch that decoded it
+    said: list[tuple[int, list[int]]] = field(default_factory=list)  # launch, survivals in its record
 
     @property
     def active(self) -> bool:
@@ -96,6 +99,10 @@ class FakeDevice:
     adaptive: bool = False
     window: int = 0
     window_kv: dict[int, dict[int, int]] = field(default_factory=dict)
+    schedule: Schedule | None = None
+    survivals: Callable[[int, int, int], int] = lambda key, position, j: 0
+    """key, position, draft: of the drafts that a record announces, made non-increasing here; with a schedule."""
+    collected: int = -1
     slots: dict[int, _Slot] = field(default_factory=dict)
     kv: dict[int, dict[int, int]] = field(default_factory=dict)
     queue: deque[tuple[FrameResult, set[tuple[int, int, int]]]] = field(default_factory=deque)
@@ -137,10 +144,13 @@ class FakeDevice:
             self.slots[p.slot].window_table |= {p.first + i: page for i, page in enumerate(p.pages)}
         self._check_shapes(plan)
         self._take_masks(plan)
+        if self.schedule is not None and plan.decode:
+            self._check_rows(plan, self.schedule)
         records = [*self._decode(plan), *self._prefill(plan)]
         self.queue.append((self._result(plan, records), self._touched(plan)))
 
     def collect(self) -> FrameResult:
+        self.collected += 1
         return self.queue.popleft()[0]
 
     # -- checks --------------------------------------------------------------------------------
@@ -199,6 +209,18 @@ class FakeDevice:
             outputs, drafts = slot.outputs, slot.drafts if slot.active else []
             assert len(slot.masks) == 1 + len(drafts), f"slot {s} has {len(drafts)} drafts"
             assert allowed_by(slot.masks[0], self.vocab) == allowed_after(slot.request, outputs, self.vocab)
+
+    def _check_rows(self, plan: FramePlan, schedule: Schedule) -> None:
+        """Rows follow from collected survivals of drafts that a launched frame has judged, of this owner, and nothing
+        else."""
+        members = [self.slots[s] for s in plan.decode if s]
+        known: list[list[int] | None] = []
+        for slot in members:
+            old = [said for launch, said in slot.said if launch <= self.collected and launch < slot.judged]
+            known.append(old[-1] if old else None)
+            slot.judged = plan.seq
+        most = [self.num_drafts if s.request.num_drafts is None else s.request.num_drafts for s in members]
+        assert plan.rows == schedule.choose(known, most)[1], "rows do not follow from what may be known"
 
     # -- the frame -----------------------------------------------------------------------------
 
@@ -324,10 +346,7 @@ class FakeDevice:
         return FrameResult(
             seq=plan.seq,
             slots=tuple(r[0] for r in records),
-            records=[
-                [g, len(tokens), accepted, drafted, int(finish), ready, *tokens, *(-1,) * (width - len(tokens))]
-                for _, g, tokens, accepted, drafted, finish, ready, _ in records
-            ],
+            records=[[*_counts(r), *self._survivals(plan, r), *r[2], *(-1,) * (width - len(r[2]))] for r in records],
             decoded=sum(not prefill for *_, prefill in records),
             seconds=1e-3 * (10 + plan.rows + plan.drafts),
             drafts=[self._pending(r[0]) for r in records] if plan.masked else None,
@@ -337,3 +356,21 @@ class FakeDevice:
         """Of all slots when some has a grammar; what is not valid is anything."""
         drafts = self.slots[s].drafts if s in self.slots else []
         return [-1, *drafts, *(-1,) * (self.num_drafts - len(drafts))]
+
+    def _survivals(self, plan: FramePlan, record: Record) -> list[int]:
+        """What stands in front of a record's tokens where verification is scheduled."""
+        s, generation, *_, ready, _ = record
+        if self.schedule is None:
+            return []
+        slot = self.slots.get(s)
+        if slot is None or slot.generation != generation:
+            return [0] * self.num_drafts
+        drawn = [self.survivals(slot.request.key, slot.committed, j) for j in range(self.num_drafts)]
+        said = [min(drawn[: j + 1]) if j < ready else 0 for j in range(self.num_drafts)]
+        slot.said.append((plan.seq, said))
+        return said
+
+
+def _counts(record: Record) -> list[int]:
+    _, generation, tokens, accepted, drafted, finish, ready, _ = record
+    return [generation, len(tokens), accepted, drafted, int(finish), ready]

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from slipstream.types import SURVIVAL_ONE
+
 T, PER_SLOT_LEN = 16, 40
 
 
@@ -78,3 +80,9 @@ def draft_memory(slots: int, max_n: int, seed: int = 0) -> tuple[Tensor, Tensor,
     tries = torch.rand(slots + 1, max_n + 1, generator=g) * 9
     hits = tries * torch.rand(slots + 1, max_n + 1, generator=g)
     return hits, tries, torch.randint(0, max_n + 1, (slots + 1,), generator=g)
+
+
+def survival_case(slots: int, drafts: int, seed: int = 0) -> Tensor:
+    """Survivals [S, drafts] with many ties, never rising over a slot's drafts."""
+    g = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 6, (slots + 1, drafts), generator=g).cummin(1).values * (SURVIVAL_ONE // 5)

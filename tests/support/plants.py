@@ -93,3 +93,14 @@ def drafts_counted_by_the_host() -> None:
         return adjust(self, plan, slot_R, *rest)
 
     LogitStages.adjust = slow  # type: ignore[method-assign]
+
+
+def lengths_from_the_host() -> None:
+    """device room: confidences read back, and the lengths of drafts found in Python."""
+    real = frame_room.allot_drafts
+
+    def slow(active_S: Tensor, draft_count_S: Tensor, survival_SK: Tensor, slot_B: Tensor, *shape: int) -> None:
+        survival_SK[slot_B].tolist()
+        real(active_S, draft_count_S, survival_SK, slot_B, *shape)
+
+    frame_room.allot_drafts = slow  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from slipstream import LLM, SamplingParams, build
 from slipstream.config import EngineConfig, LLMConfig, resolve_engine
+from slipstream.device.costs import points
 from slipstream.device.graphs import CaptureReport
 from slipstream.errors import ConfigError
 from slipstream.models.loader import load_model, plan_gguf
@@ -199,3 +200,11 @@ def test_frames_that_plans_may_ask_for() -> None:
     assert adaptive.frame_kinds == [(1, 0), (1, 1), (1, 3), (2, 1), (2, 3), (4, 3)]
     assert replace(adaptive, row_tiers=(1, 2, 8)).frame_kinds == [(1, 0), (1, 1), (1, 3), (2, 1), (2, 3), (8, 3)]
     assert EngineConfig(num_drafts=7, adaptive=True).draft_modes == (0, 1, 2, 3, 7)
+
+
+@pytest.mark.parametrize("tiers", [(1, 2, 4), (1, 4, 8), (4,), (2, 16)])
+def test_every_scheduled_frame_is_timed(tiers: tuple[int, ...]) -> None:
+    """Where shapes are fixed, the points of the cost table are the captured frames that draft."""
+    config = EngineConfig(max_slots=4, num_drafts=3, lookahead=3, slot_buckets=(1, 4), row_tiers=tiers)
+    frames = {(b, b * tier) for b in config.slot_buckets for tier, drafts in config.frame_kinds if drafts}
+    assert points(config) == sorted(frames)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -47,8 +48,11 @@ def test_the_schedules_reach_every_case() -> None:
         seen["mixed"] += sum(bool(p.decode and p.prefill) for p in device.plans)
         seen["packed"] += sum(len(p.prefill) > 1 for p in device.plans)
         seen["idle_rows"] += device.idle_rows
+        if engine.scheduler.schedule is not None:
+            most = engine.config.num_drafts + 1
+            seen["scheduled"] += sum(0 < p.rows < len(p.decode) * most for p in device.plans)
     few = ("preemptions", "cached_prompt_tokens", "evicted", "finished_stop", "finished_length", "finished_abort")
-    for case in (*few, "accepted", "rejected", "dropped", "padded", "mixed", "packed", "idle_rows"):
+    for case in (*few, "accepted", "rejected", "dropped", "padded", "mixed", "packed", "idle_rows", "scheduled"):
         assert seen[case] >= 15, f"{case}: {seen[case]}"
 
 
@@ -110,6 +114,21 @@ def _never_preempt(m: pytest.MonkeyPatch) -> None:
     m.setattr(Scheduler, "_preempt", lambda self: None)
 
 
+def _rows_from_current_drafts(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Sequence, "noted", lambda self, survival: setattr(self, "survival", survival))
+
+
+def _rows_from_before_a_preemption(m: pytest.MonkeyPatch) -> None:
+    restart = Sequence.restart
+
+    def broken(self: Sequence, **how: Any) -> None:
+        known = self.survival
+        restart(self, **how)
+        self.survival = known
+
+    m.setattr(Sequence, "restart", broken)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
@@ -121,6 +140,8 @@ def _never_preempt(m: pytest.MonkeyPatch) -> None:
         _cache_without_locks,
         _cache_one_row_too_many,
         _never_preempt,
+        _rows_from_current_drafts,
+        _rows_from_before_a_preemption,
     ],
 )
 def test_a_planted_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,19 @@ import torch
 
 from slipstream.kernels import draft as ops_draft
 from slipstream.kernels import frame as ops
+from slipstream.kernels import schedule as ops_schedule
 from slipstream.kernels import suffix as ops_suffix
 from slipstream.kernels import tree as ops_tree
-from slipstream.kernels.jit import draft, frame, suffix, tree
-from tests.support.frame_kernel_cases import State, draft_memory, random_state, same_state, slot_list
+from slipstream.kernels.jit import draft, frame, schedule, suffix, tree
+from slipstream.types import SURVIVAL_ONE
+from tests.support.frame_kernel_cases import (
+    State,
+    draft_memory,
+    random_state,
+    same_state,
+    slot_list,
+    survival_case,
+)
 from tests.support.tree_cases import random_paths, random_rounds, random_trees
 
 SLOTS, PADDING = 20, 4
@@ -126,6 +135,51 @@ def test_offer_drafts(drafts: int) -> None:
     ops_draft.offer(token, wish, want, *rest(state))
     assert torch.equal(record, want) and same_state(mine, state)
     assert len(set(want[:, 5].tolist())) > 1 and not (state.active[slot] > 0).all()
+
+
+@pytest.mark.parametrize(("slots", "padding", "drafts"), [(SLOTS, PADDING, 7), (1, 0, 3), (3, 40, 1)])
+def test_allot_drafts(slots: int, padding: int, drafts: int) -> None:
+    """Every budget, from none to more than there are drafts; survivals beyond a slot's drafts are stale."""
+    first, slot = random_state(slots, drafts, seed=drafts), slot_list(slots, padding)
+    first.active[1] = 1
+    survival = survival_case(slots, drafts)
+    least, most = int(first.active.sum()), slots * (drafts + 1)
+    cut = set()
+    for rows in range(least, most + 2, 1 + (most - least) // 5):
+        for width in (drafts + 1, 2):
+            want, got = first.copy(), first.copy()
+            ops_schedule.allot(want.active, want.draft_count, survival, slot, rows, width)
+            schedule.launch_allot(got.active, got.draft_count, survival, slot, rows=rows, width=width)
+            assert same_state(got, want)
+            assert least + int((want.draft_count * want.active).sum()) <= rows
+            cut.add(int(want.draft_count.sum()))
+    assert len(cut) > 1 or slots == 1
+
+
+@pytest.mark.parametrize(("drafts", "most"), [(1, 1), (3, 3), (2, 5)])
+def test_offer_scheduled(drafts: int, most: int) -> None:
+    state, slot = random_state(SLOTS, most, seed=2), slot_list(SLOTS, PADDING)
+    mine, record = state.copy(), torch.randint(0, 4, (B, 6 + most + 1))
+    token, wish = torch.randint(0, 90, (B, drafts)), torch.randint(0, drafts + 1, (B,))
+    logit = 3 * torch.randn(B, drafts)
+    logit[::5, 0], logit[3] = float("nan"), -float("inf")
+    want_survival, got_survival = survival_case(SLOTS, most), survival_case(SLOTS, most)
+    got = unwritten(B, 6 + most + most + 1)
+
+    def rest(s: State) -> tuple[torch.Tensor, ...]:
+        return slot, s.active, s.committed, s.max_len, s.max_drafts, s.pending, s.draft_count
+
+    schedule.launch_offer(token, wish, logit, record, *rest(mine), got_survival, got)
+    want = ops_schedule.offer_with_survivals(token, wish, logit, record, *rest(state), want_survival)
+    assert same_state(mine, state)
+    assert torch.equal(got[:, :6], want[:, :6]) and torch.equal(got[:, 6 + most :], record[:, 6:])
+    assert torch.equal(want[:, 6 + most :], record[:, 6:]) and torch.equal(
+        want[:, 6 : 6 + most] > 0, got[:, 6 : 6 + most] > 0
+    )
+    assert torch.allclose(got[:, 6 : 6 + most].double(), want[:, 6 : 6 + most].double(), rtol=1e-6, atol=1)
+    assert torch.allclose(got_survival.double(), want_survival.double(), rtol=1e-6, atol=1)
+    assert torch.equal(got_survival[slot], got[:, 6 : 6 + most])
+    assert ((got_survival > 0).sum(1)[1:] == state.draft_count[1:]).all() and int(got_survival.max()) < SURVIVAL_ONE
 
 
 @pytest.mark.parametrize(("columns", "depth"), [(94, 24), (61, 3), (20, 1)])

@@ -15,7 +15,7 @@ from slipstream.sampling.slot_params import SlotParams
 from slipstream.types import FinishCode
 from slipstream.verify import OneHot, TreeRows, VerifyRows, verify, verify_tree
 from tests.support.draft_views import no_rows
-from tests.support.frame_kernel_cases import draft_memory, random_state, same_state, slot_list
+from tests.support.frame_kernel_cases import draft_memory, random_state, same_state, slot_list, survival_case
 from tests.support.tree_cases import random_paths, random_rounds, random_trees
 
 SLOTS, DRAFTS = 40, 3
@@ -119,6 +119,10 @@ def test_fakes_and_schemas() -> None:
     offered = (torch.zeros(8, 3).long(), torch.ones(8).long(), torch.zeros(8, 10).long(), slot)
     rest = (s.active, s.committed, s.max_len, s.max_drafts, s.pending, s.draft_count)
     opcheck(library.offer_drafts.default, (*offered, *rest), test_utils=checks)
+    s, survival = state.copy(), survival_case(6, DRAFTS)
+    rest = (s.active, s.committed, s.max_len, s.max_drafts, s.pending, s.draft_count, survival)
+    opcheck(library.offer_scheduled.default, (*offered[:2], torch.zeros(8, 3), *offered[2:], *rest), test_utils=checks)
+    opcheck(library.allot_drafts.default, (s.active, s.draft_count, survival, slot, 12, 4), test_utils=checks)
     opcheck(
         library.ngram_draft.default,
         (

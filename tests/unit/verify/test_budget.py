@@ -12,7 +12,8 @@ import torch
 from slipstream.draft.confidence import load_temperatures
 from slipstream.engine.budget import CostTable, best_budget
 from slipstream.errors import ConfigError
-from slipstream.verify.budget import draft_lengths, survival
+from slipstream.kernels.schedule import draft_lengths, survivals
+from slipstream.types import SURVIVAL_ONE
 
 
 def test_a_flat_table_verifies_all_and_a_cliff_is_not_climbed() -> None:
@@ -48,11 +49,16 @@ def test_lengths_are_prefixes_under_ties() -> None:
     assert got[8] == got[9] == [3, 3, 1]
 
 
-def test_survival_is_calibrated_per_position() -> None:
-    z = torch.tensor([[2.0, -1.0]])
-    got = survival(z, torch.tensor([2.0, 0.5]))
-    want = torch.sigmoid(torch.tensor([1.0, -2.0])).cumprod(0)
-    torch.testing.assert_close(got[0], want)
+def test_survivals_are_products_of_confidences_and_never_rise() -> None:
+    z_BK = torch.tensor([[1.0, -2.0, 40.0], [-200.0, 5.0, 5.0], [float("nan"), 1.0, 1.0], [9.0, 9.0, 9.0]])
+    got = survivals(z_BK, torch.tensor([3, 3, 2, 0]))
+    want = torch.sigmoid(z_BK[0].double()).cumprod(0)
+    assert torch.allclose(got[0].double() / SURVIVAL_ONE, want, rtol=1e-6)
+    # What is offered is never hopeless: with room for all of it a frame is one of fixed length.
+    assert got[1:].tolist() == [[1, 1, 1], [1, 1, 0], [0, 0, 0]]
+    g = torch.Generator().manual_seed(0)
+    many = survivals(4 * torch.randn(4000, 15, generator=g), torch.full((4000,), 15))
+    assert bool((many[:, 1:] <= many[:, :-1]).all()) and bool((many >= 1).all())
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ class StubFrame:
 
     def __init__(self, state: SlotState) -> None:
         self.state = state
-        self.logit_stages = LogitStages(state, 1)
+        self.logit_stages = LogitStages(state, 1, kernels=False)
         self.kv, self.model = SimpleNamespace(page_size=32), SimpleNamespace(dtype=torch.bfloat16)
         self.ns = 0
 

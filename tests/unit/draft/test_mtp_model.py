@@ -81,12 +81,14 @@ def test_the_head_of_a_released_layout(golden_dir: Path) -> None:
 
 @pytest.mark.parametrize(("page_size", "chunk", "run_ahead"), [(1, 3, 2), (16, 256, 1)])
 def test_the_engine_drafts_what_the_formula_drafts(target: Path, page_size: int, chunk: int, run_ahead: int) -> None:
-    """Every third round: the tokens, and the hidden state behind the first of them."""
+    """Every fourth round: the tokens, and the hidden state behind the first of them; also after hits of the prefix
+    cache, where the last cached position is read again."""
     formula, model = formula_of(target)
+    states = {"state_interval": 16} if model.config.delta_layers else {}
     prompts = [[5, 6, 7, 8, 9], [9] * 20, [11], [30, 31, 32]]
     with LLM(
         str(target), dtype="float64", draft="mtp", num_drafts=3, page_size=page_size, prefill_chunk=chunk,
-        run_ahead=run_ahead, max_slots=4, max_model_len=64,
+        run_ahead=run_ahead, max_slots=4, max_model_len=96, **states,
     ) as llm:  # fmt: skip
         drafter = llm._built.device.frame.drafter
         seen: list[tuple[list[int], list[int], Tensor]] = []
@@ -101,12 +103,16 @@ def test_the_engine_drafts_what_the_formula_drafts(target: Path, page_size: int,
             return out
 
         drafter.propose = spy
-        outs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+        outs = llm.generate(prompts, params)
+        again = [p + o.outputs[0].token_ids + [3, 4] for p, o in zip(prompts, outs, strict=True)]
+        outs += llm.generate(again, params)
+        assert llm.stats()["counters"]["cached_prompt_tokens"] >= 4 * 16
         llm.check_idle()
         assert llm.resolved["draft"] == "MTPDrafter"
-    assert len(seen) >= sum(o.spec.rounds for o in outs) > 30
+    assert len(seen) >= sum(o.spec.rounds for o in outs) > 60
     with torch.inference_mode():
-        for tokens, drafts, state in seen[::3]:
+        for tokens, drafts, state in seen[::4]:
             pos = torch.arange(len(tokens) - 1)
             h, _ = model.forward(torch.tensor(tokens[:-1]), pos, DenseCausal(pos))
             want, states = formula.drafts(tokens, h, 3)
@@ -249,6 +255,17 @@ def test_models_without_a_head(tmp_path: Path) -> None:
     save_file({"model.layers.0.eh_proj.weight": torch.zeros(1)}, folder / "model.safetensors")
     with pytest.raises(UnsupportedError, match=r"layout of DeepSeek-V3 \(model.layers.0.eh_proj.weight\)"):
         LLM(str(target), draft=str(folder), max_model_len=64)
+
+
+def test_a_head_that_is_not_loaded_needs_no_memory(tmp_path: Path) -> None:
+    target = add_mtp(tiny_model_dir(tmp_path / "t", arch="qwen3"))
+    tensors = load_file(target / "model.safetensors")
+    need = 4 * sum(t.numel() for name, t in tensors.items() if not name.startswith("mtp."))
+    assert load_model(target, memory_bytes=need).notes == [
+        'the checkpoint has a prediction head (mtp.*); draft="mtp" drafts with it'
+    ]
+    with pytest.raises(ConfigError, match="lower|smaller"):
+        load_model(target, memory_bytes=need - 1)
 
 
 def test_a_whole_model_with_a_head_is_a_draft_model(tmp_path: Path) -> None:

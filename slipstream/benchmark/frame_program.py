@@ -111,7 +111,7 @@ SCHEDULE_KERNELS = ("slipstream::allot_drafts", "slipstream::offer_scheduled")
 
 EAGLE_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms", "slipstream::stream_linear")
 
-MTP_KERNELS = ("slipstream::feature_rows",)
+MTP_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms")
 
 REQUEST_KERNELS = (
     "slipstream::adjust_rows",

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head needs around its products: which rows it learns from, and what its first layer reads.
+"""What heads that draft from features need around their products: the rows they learn from, and what they read first.
 
 Source: Li et al. (2025), section 3.1.
 """

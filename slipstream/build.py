@@ -396,8 +396,10 @@ def _fused(model: Any, kv: KVPages, workspace: Workspace | None) -> Any:
     if workspace is None:
         return None
     from slipstream.models.fused import FusedDecoder
+    from slipstream.models.fused_hybrid import FusedHybrid
 
-    return FusedDecoder(model, kv, workspace, pdl=True) if FusedDecoder.fits(model) else None
+    made = [kind(model, kv, workspace, pdl=True) for kind in (FusedDecoder, FusedHybrid) if kind.fits(model)]
+    return made[0] if made else None
 
 
 def _graphs(

@@ -48,6 +48,9 @@ KERNELS: dict[str, str] = {
     "delta_rows": "slipstream.kernels.delta_ops",
     "delta_absorb": "slipstream.kernels.delta_ops",
     "delta_prompt": "slipstream.kernels.delta_ops",
+    "gated_norm": "slipstream.kernels.gated",
+    "gated_rope_write": "slipstream.kernels.gated",
+    "gate_mul": "slipstream.kernels.gated",
     "join_norms": "slipstream.kernels.eagle",
 }
 """Op name -> module that defines it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +31,8 @@ COMPILE_SECONDS = 10.0
 MASK_SECONDS = 10.0
 """Most time for the masks of one round."""
 THREADS = 2
+GRAMMAR_FAULT = "the grammar"
+"""How every error begins that ends a request in its middle."""
 CACHED = 64
 """Compiled grammars kept; a request takes a copy."""
 MAX_ERROR_CHARS = 300
@@ -322,7 +325,8 @@ def _grammar(library: Any, spec: StructuredOutputsParams) -> str:
     if spec.regex is not None:
         text = matcher.grammar_from_regex(spec.regex)
     elif spec.grammar is not None:
-        text = library.grammar_from("grammar", spec.grammar)
+        lark = re.search(r"^\s*start\s*:(?!:=)", spec.grammar, re.M)
+        text = matcher.grammar_from_lark(spec.grammar) if lark else library.grammar_from("grammar", spec.grammar)
     elif spec.choice is not None:
         text = library.grammar_from("choice", json.dumps(spec.choice))
     else:

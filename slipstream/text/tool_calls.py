@@ -24,6 +24,8 @@ class Piece(NamedTuple):
 
 Pieces = list[Piece]
 _SPACE = " \t\r\n"
+MAX_HEAD = 200
+"""Characters between Mistral's mark and a call's arguments."""
 _NAMES, _ARGUMENTS = ("name",), ("arguments", "parameters")
 
 
@@ -346,25 +348,42 @@ class MistralParser(_Marked):
     mark = "[TOOL_CALLS]"
 
     def _marked(self) -> None:
-        self._head: list[str] = []
+        self._raw: list[str] | None = []  # since the mark, as long as no call has begun
         self._state = self._after_mark
 
     def _after_mark(self, c: str) -> None:
-        """White space, then a bracket, or the name."""
-        if c in _SPACE and not "".join(self._head).strip():
-            self._head.append(c)
-        elif c == "[" and not "".join(self._head).strip():
-            self._head, self._state = [], self._in_list
-        elif c == "{":
-            self._named("".join(self._head))
-            self._state = self._in_object
-            self._in_object(c)
+        """White space, then a list or an object, or a name."""
+        assert self._raw is not None
+        self._raw.append(c)
+        if c in _SPACE:
+            return
+        if c in "[{":
+            self._state = self._in_list
+            if c == "{":
+                self._call = _Call(self)
+                self._read_call(c)
         else:
-            self._head.append(c)
+            self._state = self._in_name
+
+    def _in_name(self, c: str) -> None:
+        assert self._raw is not None
+        if c == "{":
+            self._named("".join(self._raw))
+            self._in_object(c)
+            return
+        self._raw.append(c)
+        if c in _SPACE or len(self._raw) > MAX_HEAD:
+            self._no_call()
+
+    def _no_call(self) -> None:
+        """Back to text, with what stands behind the mark, or is left of the list."""
+        self._state = self._text
+        if self._raw is not None:
+            self._content(self.mark + "".join(self._raw))
 
     def _named(self, head: str) -> None:
-        name = head.split("[", 1)[0].strip()  # [CALL_ID] and [ARGS] may follow it
-        self._begin(name)
+        self._begin(head.split("[", 1)[0].strip())  # [CALL_ID] and [ARGS] may follow it
+        self._raw, self._state = None, self._in_object
         self._nested, self._string, self._escape = 0, False, False
 
     def _in_object(self, c: str) -> None:
@@ -386,28 +405,37 @@ class MistralParser(_Marked):
                 self._state = self._text
 
     def _in_list(self, c: str) -> None:
+        if self._raw is not None:
+            self._raw.append(c)
         if self._call is None:
-            if c == "]":
+            if c == "]" and self._raw is None:
                 self._state = self._text
             elif c == "{":
                 self._call = _Call(self)
                 self._read_call(c)
             elif c not in _SPACE + ",":
-                self._state = self._text
-                self._content(c)
-        elif self._read_call(c):
-            call, self._call = self._call, None
-            if not call.begun:
-                self._state = self._text
+                self._no_call()
+                if self._raw is None:
+                    self._text(c)
+            return
+        ended = self._read_call(c)
+        if self._call.begun:
+            self._raw = None
+        if not ended:
+            return
+        call, self._call = self._call, None
+        if not call.begun:
+            self._no_call()
+            if self._raw is None:
                 self._content("".join(call.raw))
 
     def _end(self) -> None:
-        if self._state == self._after_mark:
-            self._content(self.mark + "".join(self._head))
+        call, self._call = self._call, None
+        if self._state in (self._after_mark, self._in_name) or (self._state == self._in_list and self._raw is not None):
+            self._no_call()
+        elif call is not None and not call.begun:
+            self._content("".join(call.raw))
         super()._end()
-
-    def _give_back(self, text: str) -> None:
-        self._content(text)
 
 
 PARSERS: dict[str, type[ToolParser]] = {

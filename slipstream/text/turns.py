@@ -27,9 +27,9 @@ def still_thinking(prompt: str, marks: tuple[str, str]) -> bool | None:
 
 
 class CallDelta(NamedTuple):
-    """More of tool call `index`; id and name come with its first piece."""
+    """More of tool call number `call`; id and name come with its first piece."""
 
-    index: int
+    call: int
     id: str | None
     name: str | None
     arguments: str

@@ -128,6 +128,9 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         saved_states=0 if recurrent is None else engine.saved_places, windows=windows is not None,
         scheduled=engine.confidence_schedule,
     )  # fmt: skip
+    cuts = isinstance(drafter, ConfidentDrafter) and drafter.cuts
+    # With one frame in flight and exact rows every draft that is offered gets its row.
+    engine = replace(engine, late_counts=cuts and bool(engine.row_tiers or engine.run_ahead > 1))
     states = None if recurrent is None else _states(recurrent, state, engine, model)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,

@@ -153,7 +153,7 @@ def test_confidences_are_calibrated_and_travel_to_the_host(
         seq = next(iter(llm._engine.scheduler.running.values()))
         want = torch.sigmoid(logits[-1][0].double() / torch.tensor(temperatures)).cumprod(0)
         assert seq.fresh is not None
-        assert torch.allclose(torch.tensor(seq.fresh).double() / SURVIVAL_ONE, want, rtol=1e-5, atol=1e-8)
+        assert torch.allclose(torch.tensor(seq.fresh[1]).double() / SURVIVAL_ONE, want, rtol=1e-5, atol=1e-8)
         before = torch.sigmoid(logits[-2][0].double() / torch.tensor(temperatures)).cumprod(0)
         assert seq.survival is not None
         assert torch.allclose(torch.tensor(seq.survival).double() / SURVIVAL_ONE, before, rtol=1e-5, atol=1e-8)

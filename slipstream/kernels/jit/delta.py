@@ -241,8 +241,10 @@ def _sizes(x, recent, state, key_heads, key_dim, value_block):
 
 def launch_delta_rows(
     x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out, *,
-    key_heads, key_dim, interval, early, value_block=32, warps=4, pdl=False,
+    key_heads, key_dim, interval, early, value_block=None, warps=4, pdl=False,
 ):  # fmt: skip
+    # A program reads a head's keys again for each block of values: few blocks where there are programs enough.
+    value_block = value_block or (32 if slot.shape[0] * state.shape[1] < 512 else 64)
     sizes, grid = _sizes(x, recent, state, key_heads, key_dim, value_block)
     delta_rows_kernel[(slot.shape[0], *grid)](
         x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out,

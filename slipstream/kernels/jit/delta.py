@@ -50,7 +50,7 @@ def delta_rows_kernel(
     B, R, x_stride, row_of_stride, M, places, interval, early,
     N: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
     KP: tl.constexpr, BV: tl.constexpr, SLICE: tl.constexpr, SCALE: tl.constexpr, SAVES: tl.constexpr,
-    PDL: tl.constexpr,
+    BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, N, cdiv(DV, BV)): BV columns of a head's state in registers. SLICE: columns of x that it keeps."""
     b, n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -109,7 +109,10 @@ def delta_rows_kernel(
         raw = tl.load(x_row + depth * x_stride + column, mask=kept)
         tl.store(ring + ((base + depth) % M) * X + column, raw, mask=kept)
     if b == B - 1:
-        for row in range(first.to(tl.int32) + mine, R):
+        # The cells of a slot without rows name some row, so where the rows end is counted.
+        every = tl.arange(0, BP)
+        end = tl.sum(tl.load(rows_ptr + every, mask=every < B, other=0), 0).to(tl.int32)
+        for row in range(end, R):
             tl.store(out_ptr + row * (N * DV) + n * DV + j, tl.zeros([BV], out_ptr.dtype.element_ty), mask=j_ok)
 
 
@@ -249,7 +252,8 @@ def launch_delta_rows(
     delta_rows_kernel[(slot.shape[0], *grid)](
         x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out,
         slot.shape[0], x.shape[0], x.stride(0), row_of.stride(0), recent.shape[1], places.shape[1], max(1, interval),
-        early, T=conv.shape[1], SAVES=interval > 0, PDL=pdl, num_warps=warps, launch_pdl=pdl, **sizes,
+        early, T=conv.shape[1], SAVES=interval > 0, BP=triton.next_power_of_2(slot.shape[0]),
+        PDL=pdl, num_warps=warps, launch_pdl=pdl, **sizes,
     )  # fmt: skip
 
 

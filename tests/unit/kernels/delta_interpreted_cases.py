@@ -39,13 +39,15 @@ def same_memory(mine: Case, theirs: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "block", "interval", "early", "heads"),
-    [([1, 4, 0, 2], 4, 5, 0, (4, 2)), ([1, 4, 0, 2], 8, 5, 1, (2, 1)), ([1, 1], 16, 0, 0, (2, 2))],
+    ("rows", "block", "interval", "early", "heads", "padding"),
+    [([1, 4, 0, 2], 4, 5, 0, (4, 2), 2), ([1, 4, 0, 2], 8, 5, 1, (2, 1), 0), ([1, 1], 16, 0, 0, (2, 2), 3)],
 )
-def test_decode_rows(rows: list[int], block: int, interval: int, early: int, heads: tuple[int, int]) -> None:
+def test_decode_rows(
+    rows: list[int], block: int, interval: int, early: int, heads: tuple[int, int], padding: int
+) -> None:
     c = delta_case(
         rows, lengths=[1, 9, 6, 12][: len(rows)], lacks=[0, 3, 1, 2], heads=heads[0], key_heads=heads[1],
-        interval=interval, early=early,
+        interval=interval, early=early, padding=padding,
     )  # fmt: skip
     want_case = c.clone()
     want = delta.delta_rows(

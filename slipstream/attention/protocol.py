@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -31,7 +31,6 @@ class AttentionContext(Protocol):
         ...
 
 
-@runtime_checkable
 class DeltaContext(AttentionContext, Protocol):
     """What a model with recurrent layers needs beside attention."""
 

@@ -45,7 +45,6 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.delta_net import state_shape
 from slipstream.models.dummy import DummyTensors, DummyWeights
 from slipstream.models.fused import FusedDecoder
-from slipstream.models.fused_hybrid import FusedHybrid
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
 from slipstream.types import (
@@ -110,6 +109,8 @@ TREE_KERNELS = ("slipstream::tree_rows", "slipstream::compact_path", "slipstream
 
 SCHEDULE_KERNELS = ("slipstream::allot_drafts", "slipstream::offer_scheduled")
 
+BLOCK_KERNELS = ("slipstream::block_rows", "slipstream::context_write", "slipstream::markov_head")
+
 EAGLE_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms", "slipstream::stream_linear")
 
 MTP_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms")
@@ -126,10 +127,6 @@ HYBRID_KERNELS = (
     "slipstream::delta_rows",
     "slipstream::delta_absorb",
     "slipstream::delta_prompt",
-    "slipstream::gated_norm",
-    "slipstream::gated_rope_write",
-    "slipstream::gate_mul",
-    "slipstream::stream_linear",
     "slipstream::paged_attention",
     "slipstream::pack_rows",
     "slipstream::ngram_draft",
@@ -185,7 +182,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         saved_states=engine.max_model_len // 64 + 2 if hybrid else 0,
     )  # fmt: skip
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
-    fused = None if kind == "model" else (FusedHybrid if hybrid else FusedDecoder)(model, kv, workspace, config=cut)
+    fused = None if kind == "model" or hybrid else FusedDecoder(model, kv, workspace, config=cut)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace, tree=tree,
         states=_states(model, state, slots, drafts) if hybrid else None,
@@ -230,6 +227,8 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     )
     if kind in ("dspark", "suffix") or scheduled or isinstance(drafter, FeatureDrafter):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
+    if kind == "dspark" or scheduled:
+        kernels = (*kernels, *BLOCK_KERNELS, *(() if sampled else ("slipstream::markov_next",)))
     if scheduled:
         kernels = (*kernels, *SCHEDULE_KERNELS)
     if kind == "suffix":

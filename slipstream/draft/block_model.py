@@ -85,14 +85,19 @@ class MarkovHead:
     def step(self, prev_B: Tensor, hidden_BH: Tensor, state_BR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Bias [B, V], the embedding [B, r] of the previous token, the next state."""
         e_BR: Tensor = self.w1(prev_B)
+        x_BR, state_BR = self.mixed(e_BR, hidden_BH, state_BR)
+        return self.w2(x_BR), e_BR, state_BR
+
+    def mixed(self, e_BR: Tensor, hidden_BH: Tensor, state_BR: Tensor) -> tuple[Tensor, Tensor]:
+        """What W2 reads [B, r], and the next state. e_BR: W1 of the previous token. vanilla: both as they are."""
         if self.mix is None:
-            return self.w2(e_BR), e_BR, state_BR
+            return e_BR, state_BR
         if self.kind == "gated":
             gate_BR = torch.sigmoid(self.mix(torch.cat([hidden_BH, e_BR], 1)))
-            return self.w2(gate_BR * e_BR), e_BR, state_BR
+            return gate_BR * e_BR, state_BR
         g, c, o = self.mix(torch.cat([state_BR, e_BR, hidden_BH], 1)).chunk(3, 1)
         keep = torch.sigmoid(g)
-        return self.w2(torch.tanh(o)), e_BR, keep * state_BR + (1 - keep) * torch.tanh(c)
+        return torch.tanh(o), keep * state_BR + (1 - keep) * torch.tanh(c)
 
     def bytes(self) -> int:
         return self.w2.bytes() + (self.mix.bytes() if self.mix is not None else 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from slipstream.draft.protocol import Drafts, DraftView, FirstDraft, PrefillView
 from slipstream.errors import ConfigError
 from slipstream.memory.kv import KVPages
 from slipstream.types import Admit
+
+if TYPE_CHECKING:
+    from slipstream.draft.block_fused import FusedBlock
 
 
 class BlockPages:
@@ -78,7 +81,7 @@ class BlockDrafter:
 
     reads_hidden, rereads, lookahead = False, 0, True
     options = ("confidence_threshold", "temperatures")
-    confident = cuts = False
+    confident = False
 
     @staticmethod
     def load(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None) -> BlockModel:
@@ -100,7 +103,7 @@ class BlockDrafter:
         confident: bool = False,
     ) -> None:
         """confident: confidences come with the drafts; they schedule verification."""
-        del max_len, slots  # what it keeps is in the pages
+        del slots  # what it keeps is in the pages
         config, threshold = model.block, confidence_threshold
         if not 1 <= max_drafts <= config.max_drafts:
             raise ConfigError(
@@ -123,12 +126,19 @@ class BlockDrafter:
         self.real = real
         self.pages = BlockPages(kv, workspace)
         self.kv = kv
-        self.threshold, self.confident, self.cuts = threshold, confident, threshold > 0
+        self.threshold, self.confident = threshold, confident
         self.heads_per_kv = config.shape.num_heads // config.shape.num_kv_heads
         self.rows = config.rows_for(max_drafts)
         self.offset_T = torch.arange(self.rows, device=model.device)
         self.mask_T = torch.full((self.rows,), config.mask_token_id, dtype=torch.int64, device=model.device)
         self.temperature_K = torch.tensor(scale[:max_drafts], dtype=torch.float32, device=model.device)
+        self.fused: FusedBlock | None = None
+        if workspace is not None:
+            from slipstream.draft.block_fused import FusedBlock
+
+            if FusedBlock.fits(model):
+                positions = (max_len or model.config.max_position_embeddings) + self.rows + 1
+                self.fused = FusedBlock(model, kv, workspace, positions=positions, pdl=True)
 
     def admit(self, admit: Admit) -> None:
         """Nothing to forget: all of its state is in the pages, which the new owner prefills."""
@@ -140,18 +150,29 @@ class BlockDrafter:
         return self.model.weight_bytes()
 
     def prefill(self, view: PrefillView) -> None:
-        context = self.model.context(view.taps, view.pos_R)
-        self.pages.write(context, view.table_SP, view.slot_R, view.pos_R)
+        self._learn(view.taps, view.slot_R, view.pos_R, view.table_SP)
 
     def extend(self, view: DraftView) -> FirstDraft:
         """Learn the verified rows; the drafts come from the block that `propose` reads."""
         rows = view.rows
-        self.pages.write(self.model.context(rows.taps, rows.pos_R), view.table_SP, rows.slot_R, rows.pos_R)
+        self._learn(rows.taps, rows.slot_R, rows.pos_R, view.table_SP)
         zero_B = torch.zeros_like(view.slot_B)
         return FirstDraft(token_B=zero_B, count_B=zero_B)
 
+    def _learn(self, taps: Sequence[Tensor], slot_R: Tensor, pos_R: Tensor, table_SP: Tensor) -> None:
+        if self.fused is not None:
+            self.fused.learn(taps, slot_R, pos_R, table_SP)
+        else:
+            self.pages.write(self.model.context(taps, pos_R), table_SP, slot_R, pos_R)
+
     def propose(self, first: FirstDraft, view: DraftView) -> Drafts:
         del first
+        if self.fused is not None and view.slot_B.shape[0] * self.rows <= self.fused.max_rows:
+            drafted = self.fused.draft(
+                view, rows=self.rows, skip=self.rows - self.max_drafts, drafts=min(self.max_drafts, view.drafts),
+                real=self.real, confident=self.threshold > 0 or self.confident,
+            )  # fmt: skip
+            return self._offered(view, drafted.token_BK, drafted.q_BKV, drafted.confidence_BK)
         anchor_B = view.history_SL[view.slot_B, view.committed_B]
         token_BT = torch.cat([anchor_B[:, None], self.mask_T[1:].expand(anchor_B.shape[0], -1)], 1)
         pos_BT = view.committed_B[:, None] + self.offset_T
@@ -182,12 +203,22 @@ class BlockDrafter:
             tokens.append(prev_B)
             if law_BV is not None:
                 laws.append(law_BV)
-        count_B = (view.slot_B > 0).to(torch.int64) * drafts
-        confidence_BK = torch.stack(confidences, 1) / self.temperature_K[:drafts] if wants_confidence else None
-        if confidence_BK is not None and self.threshold > 0:
-            sure_BK = torch.sigmoid(confidence_BK) >= self.threshold
-            count_B = torch.minimum(count_B, sure_BK.to(torch.int64).cumprod(1).sum(1))
-        return Drafts(
-            token_BK=torch.stack(tokens, 1), count_B=count_B, q_BKV=torch.stack(laws, 1) if laws else None,
-            confidence_BK=confidence_BK if self.confident else None,
+        return self._offered(
+            view, torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None,
+            torch.stack(confidences, 1) if confidences else None,
         )  # fmt: skip
+
+    def _offered(
+        self, view: DraftView, token_BK: Tensor, q_BKV: Tensor | None, confidence_BK: Tensor | None
+    ) -> Drafts:  # fmt: skip
+        """All drafts, or those before the first one that is not sure enough."""
+        drafts = token_BK.shape[1]
+        count_B = torch.full_like(view.slot_B, drafts)
+        if confidence_BK is not None:
+            confidence_BK = confidence_BK / self.temperature_K[:drafts]
+            if self.threshold > 0:
+                sure_BK = torch.sigmoid(confidence_BK) >= self.threshold
+                count_B = torch.minimum(count_B, sure_BK.to(torch.int64).cumprod(1).sum(1))
+        return Drafts(
+            token_BK=token_BK, count_B=count_B, q_BKV=q_BKV, confidence_BK=confidence_BK if self.confident else None
+        )

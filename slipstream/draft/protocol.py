@@ -173,11 +173,9 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class ConfidentDrafter(Protocol):
-    """A drafter that can say how sure it is. confident: its `Drafts` carry confidences. cuts: how many drafts it offers
-    depends on which they are."""
+    """A drafter that can say how sure it is. confident: its `Drafts` carry confidences."""
 
     confident: bool
-    cuts: bool
 
 
 @dataclass(frozen=True, kw_only=True)

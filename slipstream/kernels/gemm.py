@@ -61,12 +61,17 @@ def stream_head(
     store=False leaves the logits' memory unwritten: for a greedy frame, where only the argmax is wanted.
     """
     logits_RV = _product(x_RK, w_VK, sq_TR, eps)
-    bn = _config(Epilogue.HEAD, x_RK, w_VK).bn
-    tiles = _tiles(w_VK.shape[0], bn)
-    padded = torch.nn.functional.pad(logits_RV, (0, tiles * bn - w_VK.shape[0]), value=float("-inf"))
-    best, where = padded.view(-1, tiles, bn).max(-1)
-    where = where + torch.arange(tiles, device=where.device) * bn
-    return logits_RV, best.T.contiguous(), where.T.to(torch.int32).contiguous()
+    return logits_RV, *_best_of_tiles(logits_RV, x_RK, w_VK)
+
+
+@torch.library.custom_op(OP + "markov_head", mutates_args=("partial", "counters"))
+def markov_head(
+    x_BR: Tensor, w_VR: Tensor, base_BKV: Tensor, step: int, partial: Tensor, counters: Tensor, store: bool = True,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`stream_head` of base[:, step] + x @ w^T: a draft's logits with a bias of low rank. base_BKV: float32."""
+    logits_BV = base_BKV[:, step].to(_wide(x_BR)) + _product(x_BR, w_VR, None, 0.0)
+    return logits_BV, *_best_of_tiles(logits_BV, x_BR, w_VR)
 
 
 @torch.library.custom_op(OP + "stream_rope", mutates_args=("k_PSKD", "v_PSKD", "partial", "counters"))
@@ -100,6 +105,15 @@ def _product(x_RK: Tensor, w_NK: Tensor, sq_TR: Tensor | None, eps: float) -> Te
     if sq_TR is None:
         return y_RN
     return y_RN * torch.rsqrt(sq_TR.sum(0).to(y_RN.dtype) / x_RK.shape[1] + eps).unsqueeze(1)
+
+
+def _best_of_tiles(logits_RV: Tensor, x_RK: Tensor, w_VK: Tensor) -> tuple[Tensor, Tensor]:
+    bn = _config(Epilogue.HEAD, x_RK, w_VK).bn
+    tiles = _tiles(w_VK.shape[0], bn)
+    padded = torch.nn.functional.pad(logits_RV, (0, tiles * bn - w_VK.shape[0]), value=float("-inf"))
+    best, where = padded.view(-1, tiles, bn).max(-1)
+    where = where + torch.arange(tiles, device=where.device) * bn
+    return best.T.contiguous(), where.T.to(torch.int32).contiguous()
 
 
 def _tiles(n: int, bn: int) -> int:
@@ -163,10 +177,22 @@ def _(
     x_RK: Tensor, w_VK: Tensor, sq_TR: Tensor | None, eps: float, partial: Tensor, counters: Tensor,
     store: bool = True, pdl: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    n, rows = w_VK.shape[0], x_RK.shape[0]
-    tiles = _tiles(n, _config(Epilogue.HEAD, x_RK, w_VK).bn)
-    best = x_RK.new_empty(tiles, rows, dtype=_wide(x_RK))
-    return x_RK.new_empty(rows, n, dtype=_wide(x_RK)), best, torch.empty_like(best, dtype=torch.int32)
+    return _empty_head(x_RK, w_VK)
+
+
+@markov_head.register_fake
+def _(
+    x_BR: Tensor, w_VR: Tensor, base_BKV: Tensor, step: int, partial: Tensor, counters: Tensor, store: bool = True,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_head(x_BR, w_VR)
+
+
+def _empty_head(x_RK: Tensor, w_VK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for the logits, the tiles' best and their ids."""
+    n, rows, wide = w_VK.shape[0], x_RK.shape[0], _wide(x_RK)
+    best_TR = x_RK.new_empty(_tiles(n, _config(Epilogue.HEAD, x_RK, w_VK).bn), rows, dtype=wide)
+    return x_RK.new_empty(rows, n, dtype=wide), best_TR, torch.empty_like(best_TR, dtype=torch.int32)
 
 
 @stream_rope.register_fake
@@ -236,15 +262,29 @@ def _(
     from slipstream.kernels.jit import gemm
 
     c = _checked(Epilogue.HEAD, x_RK, w_VK, partial, counters)
-    rows = x_RK.shape[0]
-    logits_RV = x_RK.new_empty(rows, w_VK.shape[0], dtype=torch.float32)
-    best_TR = x_RK.new_empty(_tiles(w_VK.shape[0], c.bn), rows, dtype=torch.float32)
-    where_TR = torch.empty_like(best_TR, dtype=torch.int32)
+    logits_RV, best_TR, where_TR = _empty_head(x_RK, w_VK)
     gemm.launch_stream_gemm(
         x_RK, w_VK, logits_RV, epi=gemm.HEAD, config=c, sq_in=sq_TR, eps=eps, best=best_TR, where=where_TR, ws=partial,
         counters=counters, store_out=store, pdl=pdl,
     )  # fmt: skip
     return logits_RV, best_TR, where_TR
+
+
+@markov_head.register_kernel("cuda")
+def _(
+    x_BR: Tensor, w_VR: Tensor, base_BKV: Tensor, step: int, partial: Tensor, counters: Tensor, store: bool = True,
+    pdl: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from slipstream.kernels.jit import gemm
+
+    assert base_BKV.dtype == torch.float32 and base_BKV.is_contiguous(), "base logits are float32 and contiguous"
+    c = _checked(Epilogue.HEAD, x_BR, w_VR, partial, counters)
+    logits_BV, best_TB, where_TB = _empty_head(x_BR, w_VR)
+    gemm.launch_stream_gemm(
+        x_BR, w_VR, logits_BV, epi=gemm.HEAD, config=c, res=base_BKV[:, step], pair=base_BKV.shape[1], best=best_TB,
+        where=where_TB, ws=partial, counters=counters, store_out=store, pdl=pdl,
+    )  # fmt: skip
+    return logits_BV, best_TB, where_TB
 
 
 @stream_rope.register_kernel("cuda")

@@ -13,6 +13,7 @@ KERNELS: dict[str, str] = {
     "stream_residual": "slipstream.kernels.gemm",
     "stream_head": "slipstream.kernels.gemm",
     "stream_rope": "slipstream.kernels.gemm",
+    "markov_head": "slipstream.kernels.gemm",
     "paged_attention": "slipstream.kernels.attention",
     "prefill_attention": "slipstream.kernels.prefill",
     "rope_kv_write": "slipstream.kernels.rope",
@@ -48,10 +49,10 @@ KERNELS: dict[str, str] = {
     "delta_rows": "slipstream.kernels.delta_ops",
     "delta_absorb": "slipstream.kernels.delta_ops",
     "delta_prompt": "slipstream.kernels.delta_ops",
-    "gated_norm": "slipstream.kernels.gated",
-    "gated_rope_write": "slipstream.kernels.gated",
-    "gate_mul": "slipstream.kernels.gated",
     "join_norms": "slipstream.kernels.eagle",
+    "block_rows": "slipstream.kernels.block",
+    "context_write": "slipstream.kernels.block",
+    "markov_next": "slipstream.kernels.block",
 }
 """Op name -> module that defines it."""
 

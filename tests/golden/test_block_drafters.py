@@ -13,11 +13,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream.draft.block_config import parse_block_config
+from slipstream.draft.block_fused import FusedBlock
 from slipstream.draft.block_model import BlockModel, load_block_model
 from slipstream.draft.detect import kind_of
 from slipstream.draft.dflash import BlockPages
+from slipstream.draft.protocol import DraftView
+from slipstream.kernels.workspace import Workspace
 from slipstream.memory.kv import KVPages
+from slipstream.models.layers import Embedding
 from slipstream.models.linear import Dense
+from tests.support.draft_views import no_rows
 from tests.support.tiny import tiny_config
 
 CASES = ["dflash_zlab", "dspark_vanilla", "dspark_gated", "dspark_rnn", "dspark_markov0"]
@@ -32,7 +37,7 @@ def fake_target(tensors: dict[str, Tensor], values: dict[str, Any]) -> Any:
     target = SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cpu"), embed=None, head=None)
     if "target_embed_tokens" in tensors:
         table = tensors["target_embed_tokens"]
-        target.embed = lambda tokens: table[tokens]
+        target.embed = Embedding(table)
         target.head = Dense(tensors["target_lm_head"])
     return target
 
@@ -94,6 +99,19 @@ class Rounds:
         return tokens, torch.stack(rows), torch.cat(confidences) if confidences else None
 
 
+def end_of_frame(length: int, anchor: Tensor, table_SP: Tensor, drafts: int) -> DraftView:
+    """A greedy frame's end for the one slot: `length` tokens are committed, then comes the anchor."""
+    zero_B, one_B = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+    history = torch.zeros(2, 64, dtype=torch.int64)
+    history[1, length] = anchor
+    return DraftView(
+        slot_B=one_B, committed_B=one_B * length, drafted_B=zero_B, accepted_B=zero_B, emitted_B=zero_B,
+        rows=no_rows(zero_B), history_SL=history, committed_S=torch.tensor([0, length]), table_SP=table_SP, params=None,
+        laws=None, len_ub=length + 1, first_page=(), drafts=drafts, sampled=False, filtered=False, rejection=False,
+        coupled=False,
+    )  # fmt: skip
+
+
 @pytest.fixture(params=CASES)
 def rounds(request: pytest.FixtureRequest, golden_dir: Path) -> Rounds:
     with torch.inference_mode():
@@ -117,6 +135,28 @@ def test_two_rounds(rounds: Rounds) -> None:
             torch.testing.assert_close(corrected, t[r + "corrected_logits"], **CLOSE)
             if confidence is not None:
                 torch.testing.assert_close(confidence, t[r + "confidence_logits"], **CLOSE)
+
+
+def test_two_rounds_as_a_gpu_runs_them(rounds: Rounds) -> None:
+    """The fused round, each kernel by its definition."""
+    t, c = rounds.tensors, rounds.config
+    with torch.inference_mode():
+        # Heads of 24 straddle the streaming product's tiles; the definitions know no tiles.
+        assert FusedBlock.fits(rounds.model) == (c.shape.head_dim == 16)
+        kv, wants = rounds.pages.kv, rounds.model.confidence is not None
+        fused = FusedBlock(rounds.model, kv, Workspace("cpu", floats=1, counters=1), positions=64, pdl=False)
+        for r in ("r1_", "r2_"):
+            taps = t[r + "context"].chunk(len(c.taps), 1)
+            pos_R = torch.arange(rounds.length, rounds.length + taps[0].shape[0])
+            fused.learn(taps, torch.ones_like(pos_R), pos_R, rounds.table_SP)
+            rounds.length += len(pos_R)
+            out = fused.draft(
+                end_of_frame(rounds.length, t[r + "anchor"], rounds.table_SP, c.max_drafts), rows=c.block_size,
+                skip=c.block_size - c.max_drafts, drafts=c.max_drafts, real=torch.float32, confident=wants,
+            )  # fmt: skip
+            assert out.token_BK[0].tolist() == t[r + "draft_tokens"].tolist()
+            if out.confidence_BK is not None:
+                torch.testing.assert_close(out.confidence_BK[0], t[r + "confidence_logits"], **CLOSE)
 
 
 @pytest.mark.parametrize("case", ["dspark_vanilla", "dspark_gated", "dspark_rnn"])

@@ -32,6 +32,8 @@ def test_the_frame_is_clean(kind: str) -> None:
     # Each frame has a decode pass and a prefill pass; in the plain pass target and draft model read the prompt.
     # The head of one layer takes three passes after the decode pass, and three after the prefill pass: three drafts, or
     # three levels of a tree.
+    # A block drafter's two layers pass once after each of the two.
+    blocks = ("dspark", "scheduled", "scheduled-sampled")
     heads = ("eagle3", "eagle3-sampled", "mtp", "mtp-sampled", "tree", "tree-sampled", "requests-tree")
     times = {
         "library": 8,
@@ -41,6 +43,7 @@ def test_the_frame_is_clean(kind: str) -> None:
         "eagle3-off": 4 + 6,
         "mtp-off": 4 + 6,
         **dict.fromkeys(heads, 4 + 12),
+        **dict.fromkeys(blocks, 4 + 8),
     }.get(kind, 4)
     assert proof.kernels[f"slipstream::{TWO_LAYERS_TWO_FRAMES[kind]}"] == times
     assert proof.kernels.get("slipstream::mask_rows", 0) == (
@@ -49,6 +52,9 @@ def test_the_frame_is_clean(kind: str) -> None:
     if kind.startswith("requests"):  # the first token of a prompt is counted too; its rows in four parts
         ops = ("adjust_rows", "recount_slots", "count_tokens", "token_logprobs")
         assert [proof.kernels[f"slipstream::{op}"] for op in ops] == [4, 2, 4, 4 + 2 * 4]
+    if kind in blocks:  # three tokens of each chain; the context of a decode round, of a prompt and of its last row
+        ops = ("block_rows", "context_write", "markov_head", "markov_next")
+        assert [proof.kernels.get(f"slipstream::{op}", 0) for op in ops] == [4, 6, 12, 12 * (kind == "scheduled")]
     # In two launches: a decode round and a prompt's first token each. What an op starts: test_sample_references.
     if "hybrid" in kind:  # one recurrent layer; a decode pass and a prompt's in each of two frames
         assert [proof.kernels[f"slipstream::delta_{op}"] for op in ("absorb", "prompt")] == [2, 2]

@@ -55,7 +55,7 @@ def _finish(
     where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
     BN: tl.constexpr, RB: tl.constexpr, EPI: tl.constexpr, NORM: tl.constexpr, SQ_TILES: tl.constexpr,
     SQ_PAD: tl.constexpr, BIAS: tl.constexpr, STORE_OUT: tl.constexpr, HEADS: tl.constexpr, KH: tl.constexpr,
-    D: tl.constexpr, QK_NORM: tl.constexpr,
+    D: tl.constexpr, QK_NORM: tl.constexpr, BASE: tl.constexpr,
 ):  # fmt: skip
     """Epilogue of one complete tile; a, b are [BN, RB] float32."""
     two: tl.constexpr = EPI == _SILU or EPI == _ROPE
@@ -71,6 +71,9 @@ def _finish(
     if EPI == _RESIDUAL:
         store_residual(a, tile, n, r, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_out_ptr, R, N)
     elif EPI == _HEAD:
+        if BASE:
+            kept = (n[:, None] < N) & (r[None, :] < R)
+            a = a + tl.load(res_ptr + r[None, :].to(tl.int64) * pair * N + n[:, None], mask=kept, other=0.0)
         store_head(a, tile, n, r, out_ptr, best_ptr, where_ptr, R, N, STORE_OUT)
     elif EPI == _ROPE:
         store_rope(a, b, n, r, out_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, pos, cell, q_gain_ptr, k_gain_ptr, R, N, qk_eps,
@@ -91,9 +94,12 @@ def stream_gemm_kernel(
     BN: tl.constexpr, BK: tl.constexpr, RB: tl.constexpr, SPLIT: tl.constexpr, EPI: tl.constexpr,
     NORM: tl.constexpr, SQ_TILES: tl.constexpr, SQ_PAD: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
     STORE_OUT: tl.constexpr, HEADS: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, QK_NORM: tl.constexpr,
-    TMA: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr,
+    TMA: tl.constexpr, PDL: tl.constexpr, HOLD: tl.constexpr, BASE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles * SPLIT. A tile is BN rows n of w, for SILU and ROPE also rows n + pair. N: rows n may reach."""
+    """Grid: tiles * SPLIT. A tile is BN rows n of w, for SILU and ROPE also rows n + pair. N: rows n may reach.
+
+    BASE: a HEAD's sums are added to row r * pair of res [.., N].
+    """
     two: tl.constexpr = EPI == _SILU or EPI == _ROPE
     pid = tl.program_id(0)
     tile = pid // SPLIT
@@ -148,7 +154,7 @@ def stream_gemm_kernel(
     if SPLIT == 1:
         _finish(a, b, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr, bias_ptr,
                 best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr, R, N, K, pair, eps, qk_eps,
-                BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM)  # fmt: skip
+                BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM, BASE)  # fmt: skip
     else:
         planes: tl.constexpr = 2 if two else 1
         place = r[None, :] * BN + tl.arange(0, BN)[:, None]
@@ -172,7 +178,7 @@ def stream_gemm_kernel(
             _finish(a, b, tile, n, r, pos, cell, out_ptr, res_ptr, gain_ptr, scaled_ptr, sq_in_ptr, sq_out_ptr,
                     bias_ptr, best_ptr, where_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, q_gain_ptr, k_gain_ptr,
                     R, N, K, pair, eps, qk_eps,
-                    BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM)  # fmt: skip
+                    BN, RB, EPI, NORM, SQ_TILES, SQ_PAD, BIAS, STORE_OUT, HEADS, KH, D, QK_NORM, BASE)  # fmt: skip
             tl.store(cnt_ptr + tile, 0)  # ready for the next launch
 
 
@@ -226,6 +232,6 @@ def launch_stream_gemm(
         BN=c.bn, BK=c.bk, RB=rows_bucket(rows), SPLIT=c.split, EPI=epi, NORM=sq_in is not None, SQ_TILES=sq_tiles,
         SQ_PAD=triton.next_power_of_2(sq_tiles), BIAS=bias is not None, EVEN=even, STORE_OUT=store_out,
         HEADS=0 if o is None else o.heads, KH=1 if o is None else o.k.shape[2], D=2 if o is None else o.k.shape[3],
-        QK_NORM=o is not None and o.q_gain is not None,
+        QK_NORM=o is not None and o.q_gain is not None, BASE=epi == HEAD and res is not None,
         TMA=c.tma, PDL=pdl, HOLD=c.hold, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from slipstream.kernels import attention as ops_attention
+from slipstream.kernels import block as ops_block
 from slipstream.kernels import eagle as ops_eagle
 from slipstream.kernels import gemm as ops_gemm
 from slipstream.kernels import norm as ops_norm
 from slipstream.kernels import prefill as ops_prefill
 from slipstream.kernels import rope as ops_rope
-from slipstream.kernels.jit import attention, eagle, gemm, norm, prefill, rope, sample
+from slipstream.kernels.jit import attention, block, eagle, gemm, norm, prefill, rope, sample
 from slipstream.kernels.prefill import prefill_tiles
 from slipstream.kernels.tuning import AttentionConfig, GemmConfig, PrefillConfig
 from slipstream.kernels.workspace import Workspace
@@ -277,3 +278,64 @@ def test_eagle_rows_and_norms(dtype: torch.dtype) -> None:
     eagle.launch_join_norms(want[2], table, x, gains[0], gains[1], joined, normed, eps=1e-5)
     for one, two in zip((joined, normed), ops_eagle.join_norms(want[2], table, x, *gains, 1e-5), strict=True):
         assert relative_error(one, two) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_block_rows_and_context(dtype: torch.dtype) -> None:
+    heads, dim, layers, page = 3, 12, 2, 4
+    case = paged_case([9, 20, 1], [3, 1, 4], page=page)
+    slot, committed = torch.tensor([2, 0, 1, 3]), torch.tensor([20, 0, 9, 1])
+    table = case.table.clone()
+    table[3, 1:] = 0  # the third slot's block goes beyond its page
+    history = torch.randint(0, 90, (4, 30))
+    where = (slot, committed, history, table)
+    got = [torch.full((n,), -9) for n in (20, 20, 20, 20, 4)]
+    block.launch_block_rows(*where, *got, page_size=page, mask_token=77)
+    want = ops_block.block_rows(*where, page, 77, 5)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert want[3].view(4, 5)[:, 0].tolist() == [24, 0, 13, 3] and want[0].view(4, 5)[0, 1] == 77
+
+    rows, wide = case.slot.shape[0], layers * 2 * heads * dim
+    kv, sq, bias = torch.randn(rows, wide).to(dtype), torch.rand(3, rows) * 20, torch.randn(wide).to(dtype)
+    gain, (cos, sin) = torch.rand(layers, dim).to(dtype), rope_tables(18, dim)
+    pos = case.pos.clone()
+    pos[1] = 10_000  # beyond the table: to the sink
+    for extra in ({}, {"bias": bias}, {"bias": bias, "sq": sq, "width": 40, "norm_eps": 1e-5}):
+        ours, theirs = (poison(layers, 2, int(table.max()) + 1, page, heads, dim, dtype=dtype) for _ in range(2))
+        at = (cos, sin, gain, case.table, case.slot, pos)
+        block.launch_context_write(kv, ours, *at, eps=1e-6, **extra)
+        ops_block.context_write(kv, theirs, *at, 1e-6, extra.get("bias"), extra.get("sq"), 40, 1e-5)
+        # Several rows share the sink's cell; which of them is last there is open.
+        assert torch.equal(ours[:, :, 1:].isnan(), theirs[:, :, 1:].isnan())
+        assert not theirs[:, :, 1:].isnan().all()
+        kept = ~theirs[:, :, 1:].isnan()
+        assert relative_error(ours[:, :, 1:][kept], theirs[:, :, 1:][kept]) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("rank", "vocab", "split"), [(24, 150, 1), (64, 160, 2)])
+def test_markov_chain(dtype: torch.dtype, rank: int, vocab: int, split: int) -> None:
+    """Each step adds a bias to one row of every slot's base logits, and reads the row of the token that won."""
+    drafts = 4
+    w1, w2 = torch.randn(vocab, rank).to(dtype), (torch.randn(vocab, rank) / 4).to(dtype)
+    base, work = torch.randn(R, drafts, vocab), workspace()
+    base[1, 2, 7] = base[1, 2, 140] = 1e4
+    w2[140] = w2[7]  # a tie, in tiles far apart: the lowest id
+    tokens = torch.full((R, drafts), -9)
+    x, c = w1[:R].clone(), GemmConfig(bn=32, bk=32, split=split)
+    for step in range(drafts):
+        tiles = -(-vocab // 32)
+        logits, best, where = poison(R, vocab), poison(tiles, R), torch.full((tiles, R), -9, dtype=torch.int32)
+        gemm.launch_stream_gemm(
+            x, w2, logits, epi=gemm.HEAD, config=c, res=base[:, step], pair=drafts, best=best, where=where,
+            ws=work.partial, counters=work.counters,
+        )  # fmt: skip
+        want = ops_gemm.markov_head(x, w2, base, step, work.partial, work.counters)[0]
+        assert relative_error(logits, want) < LIMIT[dtype]
+        out = poison(R, rank, dtype=dtype)
+        block.launch_markov_next(best, where, w1, tokens, out, step=step)
+        reference = tokens.clone()
+        assert torch.equal(out, ops_block.markov_next(best, where, w1, reference, step))
+        assert torch.equal(reference, tokens) and torch.equal(tokens[:, step], logits.argmax(1))
+        x = out
+    assert tokens[1, 2] == 7 and not work.counters.any()

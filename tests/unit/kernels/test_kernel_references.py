@@ -161,6 +161,10 @@ def test_fakes_agree_with_the_references() -> None:
     opcheck(ops.residual_prepare.default, (x, x.clone(), torch.rand(64)), test_utils=checks)
     opcheck(ops.silu_mul.default, (x,), test_utils=checks)
     opcheck(ops.silu_mul.default, (x, sq, 64, 1e-5), test_utils=checks)
+    base, chosen = torch.randn(R, 2, 128), torch.zeros(R, 2).long()
+    opcheck(ops.markov_head.default, (x, w, base, 1, *ws()), test_utils=checks)
+    best, where = torch.randn(2, R), torch.zeros(2, R, dtype=torch.int32)
+    opcheck(ops.markov_next.default, (best, where, w, chosen, 1), test_utils=checks)
     opcheck(ops.argmax_rows.default, (x,), test_utils=checks)
     index = torch.tensor([1, 0, 2])[:R]
     opcheck(ops.feature_rows.default, (index, index, index.clone(), torch.zeros(3, 5).long()), test_utils=checks)
@@ -176,6 +180,15 @@ def test_fakes_agree_with_the_references() -> None:
     )
     cos, sin = rope_tables(32, 16)
     k, v = torch.zeros_like(case.k), torch.zeros_like(case.v)
+    slots = torch.tensor([1, 2])
+    opcheck(
+        ops.block_rows.default, (slots, slots + 2, torch.zeros(3, 9).long(), case.table, 4, 7, 3), test_utils=checks
+    )
+    kv, cache, gain = torch.randn(rows, 2 * 2 * 2 * 16), torch.zeros(2, 2, *case.k.shape), torch.rand(2, 16)
+    opcheck(
+        ops.context_write.default, (kv, cache, cos, sin, gain, case.table, case.slot, case.pos, 1e-6),
+        test_utils=checks,
+    )  # fmt: skip
     where = (case.table, case.slot, case.pos, case.pos)
     opcheck(
         ops.rope_kv_write.default,

@@ -302,6 +302,44 @@ def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
     )  # fmt: skip
 
 
+def hybrid_cases(rows: Rows) -> Iterator[Case]:
+    """The ops of hybrid layers, at Qwen3.5-9B's shape."""
+    from slipstream.kernels import delta, delta_ops, gated
+    from tests.support.delta_cases import delta_case, prompt_rows
+
+    slots, width, r = rows.count // rows.per_slot, rows.per_slot, rows.count
+    made = delta_case(
+        [width] * slots, lengths=[100] * slots, lacks=[width - 1] * slots, heads=32, key_heads=16, dk=128, dv=128,
+        replays=max(1, width - 1), padding=0,
+    )  # fmt: skip
+    c = made.to("cuda", BF16)
+    where = (c.committed_S, c.slot_B, c.rows_B, c.owner_R, c.row_of_BW)
+    x_RX, slot_R, pos_R = (t.cuda() for t in prompt_rows(made, [(1, 0, 512)], padding=0))
+    m, tile = c.memory, delta.delta_tiles(slot_R, pos_R, delta_ops.PROMPT_TILE, slots + 1)
+    of_rows = (*c.memory, *c.weights, *where)
+    absorb = (m.absorbed_S.clone(), c.committed_S, c.slot_B, c.rows_B)
+    prompt = (x_RX.to(BF16), *m[:4], m.saved_SC, 0, 0, *c.weights, slot_R, pos_R, tile)
+    spans = [(1, 0, 512)]
+    reference = lambda: delta.delta_rows(c.x_RX, c.memory, c.weights, *where)
+    yield "delta_rows", lambda: delta_ops.delta_rows(c.x_RX, *of_rows), reference
+    yield "delta_absorb", lambda: delta_ops.delta_absorb(*absorb), lambda: delta.absorbed_rows(*absorb)
+    yield (
+        "delta_prompt",
+        lambda: delta_ops.delta_prompt(*prompt),
+        lambda: delta.delta_spans(prompt[0], m, c.weights, spans),
+    )
+    rand = lambda *size: torch.randn(*size, device="cuda").to(BF16)
+    o, p, gain = rand(r, 32, 128), rand(r, 12352), rand(128)
+    norm = (o, p[:, 8256:], gain, EPS)
+    yield "gated_norm", lambda: gated.gated_norm(*norm), lambda: gated.gated_norm._init_fn(*norm)
+    q, qkv, wide = rand(r, 16, 256), rand(r, 10240), torch.rand(256, device="cuda")
+    k, v = (rand(rows.num_pages + 1, PAGE, 4, 256) for _ in "kv")
+    cos = torch.rand(4096, 32, device="cuda")
+    rope = (qkv, k, v, cos, cos, wide, wide, rows.table_SP, rows.slot_R, rows.pos_R, rows.pos_R, 16, EPS, True)
+    yield "gated_rope_write", lambda: gated.gated_rope_write(*rope), lambda: gated.gated_rope_write._init_fn(*rope)
+    yield "gate_mul", lambda: gated.gate_mul(q, qkv), lambda: gated.gate_mul._init_fn(q, qkv)
+
+
 def kernel_us(launch: Callable[[], Any]) -> float:
     """µs of one of 10 launches in a row; its data may be in the cache, which is so in a frame but for weights."""
 
@@ -339,7 +377,9 @@ def main() -> int:
             torch.cuda.empty_cache()
             for slots, per_slot in shapes_of(args.kernel_rows):
                 at = Rows(slots, per_slot, args.context)
-                for op, ours, baseline in itertools.chain(kernel_cases(at, SHAPES[name]), request_cases(at)):
+                for op, ours, baseline in itertools.chain(
+                    kernel_cases(at, SHAPES[name]), request_cases(at), hybrid_cases(at)
+                ):
                     seen.add(op)
                     times = {"us": round(kernel_us(ours), 2), "torch_us": round(kernel_us(baseline), 2)}
                     report({"kernel": op, "model": name, "slots": slots, "per_slot": per_slot, **times})

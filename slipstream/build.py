@@ -128,6 +128,9 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         saved_states=0 if recurrent is None else engine.saved_places, windows=windows is not None,
         scheduled=engine.confidence_schedule,
     )  # fmt: skip
+    cuts = isinstance(drafter, ConfidentDrafter) and drafter.cuts
+    # With one frame in flight and exact rows every draft that is offered gets its row.
+    engine = replace(engine, late_counts=cuts and bool(engine.row_tiers or engine.run_ahead > 1))
     states = None if recurrent is None else _states(recurrent, state, engine, model)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,
@@ -396,8 +399,10 @@ def _fused(model: Any, kv: KVPages, workspace: Workspace | None) -> Any:
     if workspace is None:
         return None
     from slipstream.models.fused import FusedDecoder
+    from slipstream.models.fused_hybrid import FusedHybrid
 
-    return FusedDecoder(model, kv, workspace, pdl=True) if FusedDecoder.fits(model) else None
+    made = [kind(model, kv, workspace, pdl=True) for kind in (FusedDecoder, FusedHybrid) if kind.fits(model)]
+    return made[0] if made else None
 
 
 def _graphs(

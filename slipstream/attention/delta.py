@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 from torch import Tensor
 
@@ -12,7 +13,21 @@ from slipstream.kernels.delta import DeltaWeights, Span, delta_tiles
 from slipstream.memory.states import StatePool
 
 
-class DeltaFrame:
+class _BesideAttention:
+    """A DeltaContext once it knows what attends."""
+
+    _attention: AttentionContext | None = None
+
+    def beside(self, attention: AttentionContext) -> Self:
+        self._attention = attention
+        return self
+
+    def attend(self, layer: int, q_RND: Tensor, k_RKD: Tensor, v_RKD: Tensor) -> Tensor:
+        assert self._attention is not None, "nothing attends here"
+        return self._attention.attend(layer, q_RND, k_RKD, v_RKD)
+
+
+class DeltaFrame(_BesideAttention):
     """A DeltaContext of a decode frame: rows behind each slot's committed tokens.
 
     committed_S: before the frame's commit. The other fields are those of `kernels.frame.packed_rows`. Call `commit`
@@ -21,7 +36,6 @@ class DeltaFrame:
 
     def __init__(
         self,
-        attention: AttentionContext,
         pool: StatePool,
         *,
         committed_S: Tensor,
@@ -30,18 +44,18 @@ class DeltaFrame:
         owner_R: Tensor,
         row_of_BW: Tensor,
         kernels: bool = False,
+        pdl: bool = False,
     ) -> None:
-        """kernels: by the ops, one launch each on a GPU."""
-        self.attend = attention.attend
+        """kernels: by the ops, one launch each on a GPU; pdl: as programmatic dependent launches."""
         self.pool, self.committed_S, self.slot_B, self.rows_B = pool, committed_S, slot_B, rows_B
-        self.owner_R, self.row_of_BW, self.kernels = owner_R, row_of_BW, kernels
+        self.owner_R, self.row_of_BW, self.kernels, self.pdl = owner_R, row_of_BW, kernels, pdl
 
     def delta(self, layer: int, x_RX: Tensor, weights: DeltaWeights) -> Tensor:
         memory = self.pool.layers[layer]
         rows = (self.committed_S, self.slot_B, self.rows_B, self.owner_R, self.row_of_BW)
         if not self.kernels:
             return delta.delta_rows(x_RX, memory, weights, *rows)
-        out_RNV: Tensor = delta_ops.delta_rows(x_RX, *memory, *weights, *rows)
+        out_RNV: Tensor = delta_ops.delta_rows(x_RX, *memory, *weights, *rows, self.pdl)
         return out_RNV
 
     def commit(self) -> None:
@@ -50,13 +64,10 @@ class DeltaFrame:
         absorb(self.pool.absorbed_S, self.committed_S, self.slot_B, self.rows_B)
 
 
-class DeltaSpans:
+class DeltaSpans(_BesideAttention):
     """A DeltaContext of a chunk of prompt rows whose spans the host knows."""
 
-    def __init__(
-        self, attention: AttentionContext, pool: StatePool, *, slot_R: Tensor, pos_R: Tensor, spans: Sequence[Span]
-    ) -> None:
-        self.attend = attention.attend
+    def __init__(self, pool: StatePool, *, slot_R: Tensor, pos_R: Tensor, spans: Sequence[Span]) -> None:
         self.pool, self.slot_R, self.pos_R, self.spans = pool, slot_R, pos_R, spans
 
     def delta(self, layer: int, x_RX: Tensor, weights: DeltaWeights) -> Tensor:
@@ -69,8 +80,8 @@ class DeltaSpans:
 class DeltaChunk(DeltaSpans):
     """As DeltaSpans, by the op: the spans follow from slots and positions, padding stands behind them."""
 
-    def __init__(self, attention: AttentionContext, pool: StatePool, *, slot_R: Tensor, pos_R: Tensor) -> None:
-        super().__init__(attention, pool, slot_R=slot_R, pos_R=pos_R, spans=())
+    def __init__(self, pool: StatePool, *, slot_R: Tensor, pos_R: Tensor) -> None:
+        super().__init__(pool, slot_R=slot_R, pos_R=pos_R, spans=())
         slots = pool.absorbed_S.shape[0]
         self.tile_3T = delta_tiles(slot_R, pos_R, delta_ops.PROMPT_TILE, slots, pool.early)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -31,6 +31,7 @@ class AttentionContext(Protocol):
         ...
 
 
+@runtime_checkable
 class DeltaContext(AttentionContext, Protocol):
     """What a model with recurrent layers needs beside attention."""
 

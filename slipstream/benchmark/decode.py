@@ -282,7 +282,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gpu_floor(llm: Any, args: argparse.Namespace, *, batch: int, read: float, matrix: float) -> float:
-    """Seconds: `floor.frame_floor` of this engine's passes, with the KV of the run's mean context read once.
+    """Seconds: `floor.frame_floor` of this engine's passes, with the KV of the run's mean context read once, and the
+    states of recurrent layers read and written once.
 
     The target's pass has batch x (drafts + 1) rows; a drafter's bytes count all of its passes of a frame together.
     """
@@ -298,7 +299,10 @@ def gpu_floor(llm: Any, args: argparse.Namespace, *, batch: int, read: float, ma
         passes.append(floor.Pass(weight_bytes=drafts, itemsize=size, rows=batch))
     context = args.prompt_len + SHORT + args.output_len / 2
     token_bytes = frame.kv.nbytes / ((frame.kv.num_pages + 1) * frame.kv.page_size)
-    return floor.frame_floor(passes, kv_bytes=batch * context * token_bytes, read=read, matrix=matrix)
+    slot_bytes = context * token_bytes
+    if frame.states is not None:
+        slot_bytes += 2 * frame.states.state[:, 0].numel() * frame.states.state.element_size()
+    return floor.frame_floor(passes, kv_bytes=batch * slot_bytes, read=read, matrix=matrix)
 
 
 def peak_memory(start_up: tuple[int, int]) -> dict[str, Any]:

@@ -45,6 +45,7 @@ from slipstream.models.decoder import Decoder
 from slipstream.models.delta_net import state_shape
 from slipstream.models.dummy import DummyTensors, DummyWeights
 from slipstream.models.fused import FusedDecoder
+from slipstream.models.fused_hybrid import FusedHybrid
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
 from slipstream.types import (
@@ -127,6 +128,10 @@ HYBRID_KERNELS = (
     "slipstream::delta_rows",
     "slipstream::delta_absorb",
     "slipstream::delta_prompt",
+    "slipstream::gated_norm",
+    "slipstream::gated_rope_write",
+    "slipstream::gate_mul",
+    "slipstream::stream_linear",
     "slipstream::paged_attention",
     "slipstream::pack_rows",
     "slipstream::ngram_draft",
@@ -182,7 +187,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         saved_states=engine.max_model_len // 64 + 2 if hybrid else 0,
     )  # fmt: skip
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
-    fused = None if kind == "model" or hybrid else FusedDecoder(model, kv, workspace, config=cut)
+    fused = None if kind == "model" else (FusedHybrid if hybrid else FusedDecoder)(model, kv, workspace, config=cut)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace, tree=tree,
         states=_states(model, state, slots, drafts) if hybrid else None,

@@ -48,6 +48,13 @@ def parser() -> Parser:
         "--log-format", choices=("auto", "text", "json"), default="auto",
         help="of the log on stderr (auto: text at a terminal, else a JSON object per line)",
     )  # fmt: skip
+    group.add_argument(
+        "--tool-call-parser", metavar="NAME",
+        help="how the model writes tool calls: hermes, llama3_json or mistral (default: by its chat template)",
+    )  # fmt: skip
+    group.add_argument(
+        "--reasoning-parser", metavar="NAME", help="split reasoning from the answer: qwen3 or deepseek_r1"
+    )
     add_engine_options(p)
     return p
 
@@ -71,6 +78,7 @@ def main(argv: list[str]) -> int:
     if args.host not in LOOPBACK and not keys:
         print(f"slipstream: anybody who reaches {args.host} may use this server: no --api-key", file=sys.stderr)
 
+    from slipstream.server.formats import Formats
     from slipstream.server.serve import ServeConfig, serve
 
     return serve(
@@ -78,6 +86,7 @@ def main(argv: list[str]) -> int:
             host=args.host, port=args.port, name=args.served_model_name or _name(args.model), api_keys=tuple(keys),
             max_queue=args.max_queue, drain_seconds=args.drain_seconds, watchdog_seconds=args.watchdog_seconds,
             admin_port=args.admin_port, log_format=args.log_format,
+            formats=Formats(tools=args.tool_call_parser, reasoning=args.reasoning_parser),
         ),
         options,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from slipstream.train.corpus import Corpus
     from slipstream.train.layers import DraftHead
     from slipstream.train.loop import TrainOptions
+    from slipstream.train.ranks import Ranks
     from slipstream.train.teacher import Teacher
 
 KINDS = ("eagle3", "dspark", "corpus")
@@ -89,21 +91,36 @@ def parser(kind: str) -> Parser:
 
 
 def _run(kind: str, args: Any) -> int:
-    import torch
-
-    from slipstream.train import loop
-    from slipstream.train.plot import check, plot
-    from slipstream.train.teacher import Teacher
+    from slipstream.train.plot import check
+    from slipstream.train.ranks import Ranks
 
     check()
     device, out = _place(args)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not args.corpus:
+        raise ConfigError("several processes train on text that is there: make it with `slipstream train corpus` and "
+                          "name it with --corpus")  # fmt: skip
+    ranks = Ranks.join(device)
+    try:
+        return _train(kind, args, device, out, ranks)
+    finally:
+        ranks.leave()
+
+
+def _train(kind: str, args: Any, device: str, out: Path, ranks: Ranks) -> int:
+    import torch
+
+    from slipstream.train import loop
+    from slipstream.train.plot import plot
+    from slipstream.train.teacher import Teacher
+
     options = loop.TrainOptions(
         steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed, checkpoint_every=args.checkpoint_every,
         time_limit=args.time_limit,
     )  # fmt: skip
     corpus = _corpus(args, out, device)
     kept, held_out = corpus.split(args.held_out)
-    print(f"corpus: {len(corpus)} conversations, {corpus.answer_tokens} answer tokens", file=sys.stderr)
+    if ranks.rank == 0:
+        print(f"corpus: {len(corpus)} conversations, {corpus.answer_tokens} answer tokens", file=sys.stderr)
     dtype = "bfloat16" if device == "cuda" else "float32"
     layers = _layers(args.model)
     teacher = Teacher.load(args.model, taps=_taps(kind, args.taps, layers), device=device, dtype=dtype)
@@ -114,7 +131,9 @@ def _run(kind: str, args: Any) -> int:
         raise ConfigError(f"--mask-token-id {args.mask_token_id} must be below the vocabulary size {vocab}")
     torch.manual_seed(args.seed)
     head = _head(kind, args, teacher, kept).to(device)
-    history = loop.train(head, teacher, kept, options, folder=out / "state", progress=_Bar(args.steps))
+    history = loop.train(head, teacher, kept, options, folder=out / "state", progress=_Bar(args.steps), ranks=ranks)
+    if ranks.rank:
+        return 0
     loop.export(head, out, {"slipstream_training": _facts(kind, args, options, corpus)})
     plot(history, out / "training.png", f"{kind} for {args.model or 'the default model'}")
     if kind == "dspark":

@@ -163,27 +163,35 @@ class Frame:
 
         Their argmax [R] too where the pass yields it, and then, in a greedy frame, alone.
         """
-        table_SP = self.state.table_SP
+        table_SP, states = self.state.table_SP, self._states_of(rows, slot_B)
         if self.fused is not None and plan.rows <= self.fused.max_rows:
             wanted = plan.stages > Stages.GREEDY
             out = self.fused.run(
                 rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted, taps=self.taps,
                 hidden=self.reads_hidden, width=plan.rows // len(plan.decode), cell_R=rows.cell_R, sight=rows.sight,
+                states=states,
             )  # fmt: skip
+            if states is not None:
+                states.commit()
             return out.logits_RV, None if wanted else out.target_R, self._rows(rows, slot_B, out.taps, out.hidden_RH)
         attention = self.cache.rows(
             plan, slot_B, slot_R=rows.slot_R, pos_R=rows.pos_R, cell_R=rows.cell_R, sight=rows.sight,
             grid=None if self.kernels else rows.grid(),
         )  # fmt: skip
-        if self.states is not None:
-            attention = DeltaFrame(
-                attention, self.states, committed_S=self.state.committed_S, slot_B=slot_B, rows_B=rows.rows_B,
-                owner_R=rows.owner_R, row_of_BW=rows.row_of_BW, kernels=self.kernels,
-            )  # fmt: skip
-        hidden_RH, taps = self.model.forward(rows.token_R, rows.pos_R, attention, self.taps)
-        if isinstance(attention, DeltaFrame):
-            attention.commit()
+        context = attention if states is None else states.beside(attention)
+        hidden_RH, taps = self.model.forward(rows.token_R, rows.pos_R, context, self.taps)
+        if states is not None:
+            states.commit()
         return self.model.logits(hidden_RH), None, self._rows(rows, slot_B, taps, hidden_RH)
+
+    def _states_of(self, rows: Rows, slot_B: Tensor) -> DeltaFrame | None:
+        """The context of recurrent layers over a frame's rows."""
+        if self.states is None:
+            return None
+        return DeltaFrame(
+            self.states, committed_S=self.state.committed_S, slot_B=slot_B, rows_B=rows.rows_B, owner_R=rows.owner_R,
+            row_of_BW=rows.row_of_BW, kernels=self.kernels, pdl=self.fused is not None and self.fused.pdl,
+        )  # fmt: skip
 
     def _rows(self, rows: Rows, slot_B: Tensor, taps: Sequence[Tensor], hidden_RH: Tensor | None) -> TargetRows:
         return TargetRows(
@@ -238,18 +246,22 @@ class Frame:
     def _read(self, plan: FramePlan, token_R: Tensor, slot_R: Tensor, pos_R: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
         """Hidden states [R, H] of a chunk and what the drafter taps, by whichever pass takes that many rows."""
         table_SP = self.state.table_SP
+        states: DeltaSpans | None = None
+        if self.states is not None and self.kernels:
+            states = DeltaChunk(self.states, slot_R=slot_R, pos_R=pos_R)
+        elif self.states is not None:
+            parts = [(s.slot, s.start, s.length) for s in plan.prefill]
+            states = DeltaSpans(self.states, slot_R=slot_R, pos_R=pos_R, spans=parts)
+        hidden_RH: Tensor
+        taps: Sequence[Tensor]
         if self.fused is not None and token_R.shape[0] <= self.fused.max_rows:
-            return self.fused.forward(token_R, slot_R, pos_R, table_SP, taps=self.taps)
-        attention = self.cache.chunk(plan, slot_R, pos_R)
-        if self.states is not None:
-            if self.kernels:
-                attention = DeltaChunk(attention, self.states, slot_R=slot_R, pos_R=pos_R)
-            else:
-                spans = [(s.slot, s.start, s.length) for s in plan.prefill]
-                attention = DeltaSpans(attention, self.states, slot_R=slot_R, pos_R=pos_R, spans=spans)
-        hidden_RH, taps = self.model.forward(token_R, pos_R, attention, self.taps)
-        if isinstance(attention, DeltaSpans):
-            attention.commit()
+            hidden_RH, taps = self.fused.forward(token_R, slot_R, pos_R, table_SP, taps=self.taps, states=states)
+        else:
+            attention = self.cache.chunk(plan, slot_R, pos_R)
+            context = attention if states is None else states.beside(attention)
+            hidden_RH, taps = self.model.forward(token_R, pos_R, context, self.taps)
+        if states is not None:
+            states.commit()
         return hidden_RH, taps
 
     def _finish(

@@ -81,7 +81,7 @@ class BlockDrafter:
 
     reads_hidden, rereads, lookahead = False, 0, True
     options = ("confidence_threshold", "temperatures")
-    confident = False
+    confident = cuts = False
 
     @staticmethod
     def load(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None) -> BlockModel:
@@ -126,7 +126,7 @@ class BlockDrafter:
         self.real = real
         self.pages = BlockPages(kv, workspace)
         self.kv = kv
-        self.threshold, self.confident = threshold, confident
+        self.threshold, self.confident, self.cuts = threshold, confident, threshold > 0
         self.heads_per_kv = config.shape.num_heads // config.shape.num_kv_heads
         self.rows = config.rows_for(max_drafts)
         self.offset_T = torch.arange(self.rows, device=model.device)

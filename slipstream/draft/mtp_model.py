@@ -23,7 +23,7 @@ from slipstream.models.config import FULL, ModelConfig
 from slipstream.models.dummy import DummyTensors, decoder_shapes
 from slipstream.models.layers import Embedding
 from slipstream.models.loader import fp8_block
-from slipstream.models.rope import RotaryTable
+from slipstream.models.rope import RotaryTable, parse_rope
 from slipstream.models.safetensors_io import SafetensorsWeights
 from slipstream.models.weights import WeightBuilder, WeightSource
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _TABLES = ("lm_head.weight", "model.embed_tokens.weight", "embed_tokens.weight")
 """Copies of the target's tables that a folder of its own may hold: the head uses the target's."""
+_ROPE = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
 _COUNTS = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
 
 
@@ -97,8 +98,14 @@ def parse_mtp(values: Mapping[str, Any], target: ModelConfig) -> MTPConfig:
         )
         if values.get(key) is not None
     }  # fmt: skip
+    eps = values.get("rms_norm_eps", target.rms_norm_eps)
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise ModelLoadError(f"rms_norm_eps={eps!r} must be a number")
     kinds = (FULL,) if target.layer_types else ()
-    return MTPConfig(layer=replace(target, num_layers=1, layer_types=kinds, delta=None, **sizes), own_embedding=own)
+    layer = replace(target, num_layers=1, layer_types=kinds, delta=None, rms_norm_eps=float(eps), **sizes)
+    if any(values.get(key) is not None for key in _ROPE):
+        layer = replace(layer, rope=parse_rope(values, layer.head_dim, target.max_position_embeddings))
+    return MTPConfig(layer=layer, own_embedding=own)
 
 
 class MTPModel:

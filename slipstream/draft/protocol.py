@@ -173,9 +173,11 @@ class Drafter(Protocol):
 
 @runtime_checkable
 class ConfidentDrafter(Protocol):
-    """A drafter that can say how sure it is. confident: its `Drafts` carry confidences."""
+    """A drafter that can say how sure it is. confident: its `Drafts` carry confidences. cuts: how many drafts it offers
+    depends on which they are."""
 
     confident: bool
+    cuts: bool
 
 
 @dataclass(frozen=True, kw_only=True)

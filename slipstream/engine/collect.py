@@ -25,13 +25,14 @@ class Collector:
         """Closed since this was last emptied, for their statistics."""
         config = scheduler.config
         self._survivals = config.num_drafts if config.confidence_schedule else 0
+        self._late = config.confidence_schedule or config.late_counts
 
     def take(self, result: FrameResult) -> list[TokenEvent]:
         """Apply the records of one launch; then release what waited for it."""
         events: list[TokenEvent] = []
         rounds: list[Round] = []
         running, launch, decoded = self.scheduler.running, result.seq, result.decoded
-        survivals = self._survivals
+        survivals, late = self._survivals, self._late
         event = tuple.__new__  # TokenEvent's own constructor takes twice as long
         if result.prompt:
             self._read_prompts(result)
@@ -40,16 +41,18 @@ class Collector:
             seq = running.get(slot)
             if seq is None or seq.generation != generation:
                 continue  # the sink, or a frame that was queued before its slot ended
-            seq.wanted = 1 + (next_drafts if next_drafts < seq.num_drafts else seq.num_drafts)
+            wanted = 1 + (next_drafts if next_drafts < seq.num_drafts else seq.num_drafts)
             drafted = None
             if i < decoded:
                 seq.advanced(launch, n)
                 drafted = verified
             else:
                 seq.prefilled = True
-            if survivals:
-                seq.noted(tokens[:survivals])
+            if late:
+                seq.noted(wanted, tokens[:survivals])
                 del tokens[:survivals]
+            else:
+                seq.wanted = wanted
             if n == 0:
                 continue
             if drafted is not None:
@@ -68,7 +71,7 @@ class Collector:
             elif drafted is None:
                 self.scheduler.ledger.share_prompt(seq)
             if seq.grammar is not None and not finish:
-                self._ask_masks(seq, result, i)
+                self._ask_masks(seq, result, i, wanted)
             request_id, child = seq.key
             values, of_prompt = None, None
             if result.logprobs is not None:
@@ -102,11 +105,10 @@ class Collector:
                 top = seq.request.params.prompt_logprobs or 0
                 seq.prompt_logprobs[span.start :] = read_tokens(rows_NC[:most], top)
 
-    def _ask_masks(self, seq: Sequence, result: FrameResult, i: int) -> None:
+    def _ask_masks(self, seq: Sequence, result: FrameResult, i: int, wanted: int) -> None:
         assert result.drafts is not None, "a launch with a grammar brings its drafts"
-        last = seq.wanted
-        parents = None if result.parents is None else result.parents[i][1:last]
-        self.scheduler.desk.collected(seq, result.drafts[i][1:last], parents)
+        parents = None if result.parents is None else result.parents[i][1:wanted]
+        self.scheduler.desk.collected(seq, result.drafts[i][1:wanted], parents)
 
     def masks_in(self) -> list[TokenEvent]:
         """Take in masks that have come: their sequences go on, or end with an error."""

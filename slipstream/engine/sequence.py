@@ -46,8 +46,9 @@ class Sequence:
     collected, ahead (the sum of those tokens), wanted (rows that its last collected record asks for; all of them while
     nothing is known), covered (positions that its pages cover), last_launch (the last launch that names the slot),
     survival (of the newest drafts that a launched frame has judged, None before that; with scheduled verification
-    only), fresh (of drafts that no launched frame judges yet), behind (most committed positions that a drafter's own
-    cache lacks), node (deepest locked radix node), shared (pages of its table that the radix tree owns).
+    only), fresh (wanted and survival of drafts that no launched frame judges yet, where rows may not depend on them),
+    behind (most committed positions that a drafter's own cache lacks), node (deepest locked radix node), shared (pages
+    of its table that the radix tree owns).
     """
 
     request: Request
@@ -81,7 +82,7 @@ class Sequence:
     restores: int = 0
     places: tuple[int, ...] = ()
     survival: list[int] | None = None
-    fresh: list[int] | None = None
+    fresh: tuple[int, list[int]] | None = None
     node: Node | None = None
     shared: set[int] = field(default_factory=set)
 
@@ -131,17 +132,17 @@ class Sequence:
         self.ahead += tokens
         self.last_launch = launch
         if self.fresh is not None:  # judged by this frame, so known to the next plans
-            self.survival, self.fresh = self.fresh, None
+            (self.wanted, self.survival), self.fresh = self.fresh, None
 
-    def noted(self, survival: list[int]) -> None:
-        """A collected record, of this generation, has survivals of the drafts that it leaves behind.
+    def noted(self, wanted: int, survival: list[int]) -> None:
+        """What a collected record, of this generation, says of the drafts that it leaves behind.
 
         How many rows a frame has must not depend on the drafts that it judges: they wait until it is launched.
         """
         if self.queued:
-            self.survival, self.fresh = survival, None
+            self.wanted, self.survival, self.fresh = wanted, survival, None
         else:
-            self.fresh = survival
+            self.fresh = wanted, survival
 
     def advanced(self, launch: int, emitted: int) -> None:
         """Its oldest queued frame is collected."""

@@ -23,6 +23,7 @@ def delta_rows(
     x_RX: Tensor, state_SNKV: Tensor, recent_SMX: Tensor, saved_ZNKV: Tensor, saved_ZHX: Tensor, absorbed_S: Tensor,
     saved_SC: Tensor, interval: int, early: int, conv_CT: Tensor, decay_N: Tensor, dt_N: Tensor, key_heads: int,
     key_dim: int, committed_S: Tensor, slot_B: Tensor, rows_B: Tensor, owner_R: Tensor, row_of_BW: Tensor,
+    pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     """`delta.delta_rows` in one launch."""
     memory = DeltaMemory(state_SNKV, recent_SMX, saved_ZNKV, saved_ZHX, absorbed_S, saved_SC, interval, early)
@@ -53,6 +54,7 @@ def _(
     x_RX: Tensor, state_SNKV: Tensor, recent_SMX: Tensor, saved_ZNKV: Tensor, saved_ZHX: Tensor, absorbed_S: Tensor,
     saved_SC: Tensor, interval: int, early: int, conv_CT: Tensor, decay_N: Tensor, dt_N: Tensor, key_heads: int,
     key_dim: int, committed_S: Tensor, slot_B: Tensor, rows_B: Tensor, owner_R: Tensor, row_of_BW: Tensor,
+    pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     return x_RX.new_empty(x_RX.shape[0], state_SNKV.shape[1], state_SNKV.shape[3])
 
@@ -76,6 +78,7 @@ def _(
     x_RX: Tensor, state_SNKV: Tensor, recent_SMX: Tensor, saved_ZNKV: Tensor, saved_ZHX: Tensor, absorbed_S: Tensor,
     saved_SC: Tensor, interval: int, early: int, conv_CT: Tensor, decay_N: Tensor, dt_N: Tensor, key_heads: int,
     key_dim: int, committed_S: Tensor, slot_B: Tensor, rows_B: Tensor, owner_R: Tensor, row_of_BW: Tensor,
+    pdl: bool = False,
 ) -> Tensor:  # fmt: skip
     from slipstream.kernels.jit import delta as jit
 
@@ -83,7 +86,7 @@ def _(
     jit.launch_delta_rows(
         x_RX, state_SNKV, recent_SMX, saved_ZNKV, saved_ZHX, absorbed_S, saved_SC, conv_CT, decay_N, dt_N, committed_S,
         slot_B.contiguous(), rows_B.contiguous(), row_of_BW, out_RNV, key_heads=key_heads, key_dim=key_dim,
-        interval=interval, early=early,
+        interval=interval, early=early, pdl=pdl,
     )  # fmt: skip
     return out_RNV
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slipstream.attention.protocol import TreeSight
+from slipstream.attention.protocol import DeltaContext, TreeSight
 from slipstream.kernels.norm import rms_norm
 from slipstream.kernels.prefill import prefill_tiles, rows_per_tile
 from slipstream.kernels.tuning import MAX_FUSED_ROWS, PassConfig
@@ -82,13 +82,14 @@ class FusedDecoder:
         width: int = 1,
         cell_R: Tensor | None = None,
         sight: TreeSight | None = None,
+        states: DeltaContext | None = None,
     ) -> FusedOutput:
         """One pass. Rows of slot 0 are padding: they write to the sink and their result means nothing.
 
         logits=False: only the argmax is wanted. taps, hidden: as `Model.forward` gives them. width: rows per slot.
-        cell_R, sight: of rows of trees, which are kept elsewhere than at pos_R.
+        cell_R, sight: of rows of trees, which are kept elsewhere than at pos_R. states: of recurrent layers.
         """
-        rows = Rows(slot_R, pos_R, table_SP, width, cell_R=cell_R, sight=sight)
+        rows = Rows(slot_R, pos_R, table_SP, width, cell_R=cell_R, sight=sight, states=states)
         stream, tapped = self._layers(token_R, rows, taps)
         d = self.decoder
         hidden_RH = rms_norm(stream.h_RH, d.norm.weight, d.config.rms_norm_eps, self.pdl) if hidden else None
@@ -97,8 +98,9 @@ class FusedDecoder:
         return FusedOutput(logits_RV=logits_RV, target_R=target_R, taps=tapped, hidden_RH=hidden_RH)
 
     def forward(
-        self, token_R: Tensor, slot_R: Tensor, pos_R: Tensor, table_SP: Tensor, *, taps: tuple[int, ...] = ()
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, token_R: Tensor, slot_R: Tensor, pos_R: Tensor, table_SP: Tensor, *, taps: tuple[int, ...] = (),
+        states: DeltaContext | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """The pass without the head, for prompt chunks: what `Model.forward` gives, hidden states [R, H] and taps.
 
         The rows of a slot are neighbours, in order of position.
@@ -106,7 +108,7 @@ class FusedDecoder:
         cache = self.kv.data
         per_tile = rows_per_tile(token_R.shape[0], self.heads_per_kv, cache.shape[-1], cache.element_size())
         tile_T = prefill_tiles(slot_R, per_tile, table_SP.shape[0])
-        stream, tapped = self._layers(token_R, Rows(slot_R, pos_R, table_SP, tile_T=tile_T), taps)
+        stream, tapped = self._layers(token_R, Rows(slot_R, pos_R, table_SP, tile_T=tile_T, states=states), taps)
         d = self.decoder
         return rms_norm(stream.h_RH, d.norm.weight, d.config.rms_norm_eps, self.pdl), tapped
 

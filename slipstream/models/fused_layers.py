@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.attention.protocol import TreeSight
+from slipstream.attention.protocol import DeltaContext, TreeSight
 from slipstream.kernels.attention import paged_attention
 from slipstream.kernels.gemm import stream_head, stream_linear, stream_residual, stream_rope, stream_swiglu
 from slipstream.kernels.norm import norm_prepare, residual_prepare, rms_norm, silu_mul
@@ -44,7 +44,7 @@ class Rows(NamedTuple):
 
     per_slot: rows of a slot in a frame. tile_T: `prefill_tiles` of a prompt chunk. cell_R: where each row is kept, if
     that is not its position. last_R: the last cell that each row sees, if that is not its own. sight: what rows of
-    trees see.
+    trees see. states: of recurrent layers.
     """
 
     slot_R: Tensor
@@ -55,6 +55,7 @@ class Rows(NamedTuple):
     cell_R: Tensor | None = None
     last_R: Tensor | None = None
     sight: TreeSight | None = None
+    states: DeltaContext | None = None
 
 
 class FusedLayers:
@@ -101,9 +102,9 @@ class FusedLayers:
     def layer(self, block: Any, stream: Stream, gain_H: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows) -> Stream:
         """gain_H: of the norm that follows the layer."""
         q_RND = self._qkv(block, stream, k_PSKD, v_PSKD, rows)
-        o_RND = self._attend(q_RND, k_PSKD, v_PSKD, rows)
-        stream = self._residual(o_RND.flatten(1), block.o, stream.h_RH, block.post_norm.weight)
-        return self._residual(self._swiglu(block, stream), block.down, stream.h_RH, gain_H)
+        o_RND = self.attend(q_RND, k_PSKD, v_PSKD, rows)
+        stream = self.residual(o_RND.flatten(1), block.o, stream.h_RH, block.post_norm.weight)
+        return self.residual(self.swiglu(block, stream), block.down, stream.h_RH, gain_H)
 
     def linear(
         self, x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, dependent: bool = False
@@ -158,7 +159,7 @@ class FusedLayers:
             )  # fmt: skip
         return q_RND
 
-    def _attend(self, q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows) -> Tensor:
+    def attend(self, q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows) -> Tensor:
         ws, scale = self.workspace, self.config.head_dim**-0.5
         own_R = rows.pos_R if rows.cell_R is None else rows.cell_R
         last_R, seen_R = rows.sight or (own_R if rows.last_R is None else rows.last_R, None)
@@ -173,7 +174,7 @@ class FusedLayers:
             o_RND = prefill_attention(q_RND, k_PSKD, v_PSKD, *where, rows.tile_T, scale)
         return o_RND
 
-    def _swiglu(self, block: Any, stream: Stream) -> Tensor:
+    def swiglu(self, block: Any, stream: Stream) -> Tensor:
         """silu(gate) * up [R, I]."""
         c, ws, weight_NH = self.config, self.workspace, self.weight(block.gate_up)
         a_RI: Tensor
@@ -186,7 +187,7 @@ class FusedLayers:
             a_RI = silu_mul(product_RN, stream.sq_TR, c.hidden_size, c.rms_norm_eps, self.pdl_after)
         return a_RI
 
-    def _residual(self, x_RK: Tensor, layer: Any, h_RH: Tensor, gain_H: Tensor) -> Stream:
+    def residual(self, x_RK: Tensor, layer: Any, h_RH: Tensor, gain_H: Tensor) -> Stream:
         """h + x @ w^T, and the first half of the norm that follows."""
         ws, weight_HK = self.workspace, self.weight(layer)
         if x_RK.shape[0] <= self.cut.residual:

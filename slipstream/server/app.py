@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,6 +23,7 @@ from slipstream.errors import (
     UnsupportedError,
 )
 from slipstream.server.engine_client import AnswerFailedError, EngineClient, QueueFullError
+from slipstream.server.formats import PLAIN, Formats, converse, structured
 from slipstream.server.guard import BodyTooLargeError, BodyTooSlowError, Guard
 from slipstream.server.openapi import describe, gets, posts
 from slipstream.server.page import FILES, page
@@ -38,6 +39,8 @@ from slipstream.server.protocol import (
 )
 from slipstream.server.replies import Shape, as_json, error_body
 from slipstream.server.streams import ClientLeftError, EventStream, finish
+from slipstream.text.grammar import GRAMMAR_FAULT
+from slipstream.text.turns import Turn
 from slipstream.types import SamplingParams
 
 COMPLETION_TOKENS = 16
@@ -49,10 +52,11 @@ TIMELINE = 64
 class Server:
     """State of the routes. draining: SIGTERM has come; what runs is finished, nothing new is taken."""
 
-    def __init__(self, engine: EngineClient, *, name: str, watchdog: float) -> None:
+    def __init__(self, engine: EngineClient, *, name: str, watchdog: float, formats: Formats = PLAIN) -> None:
         self.engine = engine
         self.name = name
         self.watchdog = watchdog
+        self.formats = formats
         self.draining = False
         self.started = int(time.time())
 
@@ -61,20 +65,22 @@ class Server:
     async def completions(self, request: Request) -> Response:
         body = read_body(await request.body(), CompletionBody)
         limit = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        return await self._answer(request, body, body.prompts(), limit)
+        params = sampling(body, self.engine.defaults, limit, structured(body))
+        return await self._answer(request, body, body.prompts(), params)
 
     async def chat(self, request: Request) -> Response:
         body = read_body(await request.body(), ChatBody)
-        prompt = await asyncio.to_thread(self._conversation, body.messages, body.add_generation_prompt)
-        return await self._answer(request, body, [prompt], body.limit)
+        params = sampling(body, self.engine.defaults, body.limit, structured(body))
+        said = await asyncio.to_thread(converse, body, params, self.engine.tokenizer, self.formats)
+        return await self._answer(request, body, [said.ids], said.params, said.turn)
 
     async def _answer(
-        self, request: Request, body: CompletionBody | ChatBody, prompts: Sequence[Prompt], limit: int | None
-    ) -> Response:
+        self, request: Request, body: CompletionBody | ChatBody, prompts: Sequence[Prompt], params: SamplingParams,
+        turn: Callable[[], Turn] | None = None,
+    ) -> Response:  # fmt: skip
         self._check_model(body.model)
         if self.draining:
             raise HTTPException(503, "the server is shutting down")
-        params = sampling(body, self.engine.defaults, limit)
         service = Service(priority=body.priority, cache_salt=body.cache_salt)
         prepared = await asyncio.to_thread(self._prepare, prompts, params, service)
         chat = isinstance(body, ChatBody)
@@ -87,14 +93,17 @@ class Server:
         echo = await asyncio.to_thread(self._texts, prepared) if echoes else None
         shape = Shape(
             chat=chat, head=head, token_ids=body.return_token_ids, tokenizer=self.engine.tokenizer,
-            top=params.logprobs or 0, echo=echo, silent=body.max_tokens == 0,
+            top=params.logprobs or 0, echo=echo, silent=body.max_tokens == 0, turn=turn,
         )  # fmt: skip
         flight = self.engine.submit(prepared, request.state.request_id)
         request.state.summary = flight.summary
         if body.stream:
             return EventStream(flight, shape, body.stream_options or StreamOptions())
         outputs = await finish(flight, request.receive)
-        if any(out.finish_reason == "error" for output in outputs for out in output.outputs):
+        failed = [out for output in outputs for out in output.outputs if out.finish_reason == "error"]
+        if failed and all((out.error or "").startswith(GRAMMAR_FAULT) for out in failed):
+            return _json(error_body(str(failed[0].error), "invalid_request_error", param="structured_outputs"), 400)
+        if failed:
             return _json(error_body("an answer failed; others are not affected", "server_error"), 500)
         return _json(shape.whole(outputs))
 
@@ -196,6 +205,7 @@ class Server:
         return _json({
             "version": __version__, "model": self.name, "resolved": ready.resolved, "notes": ready.notes,
             "max_queue": self.engine.max_queue, "watchdog_seconds": self.watchdog,
+            "tool_call_parser": self.formats.tools, "reasoning_parser": self.formats.reasoning,
             "engine_pid": self.engine.process.pid, "engine": state,
         })  # fmt: skip
 

@@ -193,10 +193,14 @@ class EngineClient:
         if isinstance(first, Refused):
             raise ConfigError(first.error)
         assert isinstance(first, Ready), f"first message of the engine: {first}"
-        self.ready = first
-        self.tokenizer = Tokenizer.from_path(None if first.tokenizer is None else Path(first.tokenizer))
-        self.defaults = default_params(first.generation_config)
-        limits = first.limits
+        self.know(first)
+
+    def know(self, engine: Ready) -> None:
+        """What the engine says of itself; from now on requests may come."""
+        self.ready = engine
+        self.tokenizer = Tokenizer.from_path(None if engine.tokenizer is None else Path(engine.tokenizer))
+        self.defaults = default_params(engine.generation_config)
+        limits = engine.limits
         self.grammars = Grammars(self.tokenizer, vocab_size=limits.vocab_size, eos_ids=limits.eos_ids)
 
     # -- requests ----------------------------------------------------------------------------------------------

@@ -164,6 +164,15 @@ def main(argv: list[str]) -> int:
         context.term()
 
 
+def ready(built: Built) -> Ready:
+    source = built.tokenizer_source
+    return Ready(
+        limits=built.limits, tokenizer=None if source is None else str(source), notes=built.notes,
+        generation_config=dict(built.generation_config), resolved=built.resolved,
+        max_slots=built.engine_config.max_slots,
+    )  # fmt: skip
+
+
 def show_stacks_on_signal(path: str) -> None:
     """SIGUSR1 appends the stacks of all threads to the file, wherever they are."""
     faulthandler.register(signal.SIGUSR1, file=os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
@@ -175,13 +184,7 @@ def _run(options: dict[str, Any], socket: Any) -> int:
     except SlipstreamError as error:
         socket.send(encode(Refused(str(error))))
         return EXIT_REFUSED
-    source = built.tokenizer_source
-    ready = Ready(
-        limits=built.limits, tokenizer=None if source is None else str(source), notes=built.notes,
-        generation_config=dict(built.generation_config), resolved=built.resolved,
-        max_slots=built.engine_config.max_slots,
-    )  # fmt: skip
-    socket.send(encode(ready))
+    socket.send(encode(ready(built)))
     try:
         EngineProcess(built, socket).run()
     except Exception as fault:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from slipstream.errors import InvalidRequestError, UnsupportedError
+from slipstream.structured import MAX_CHOICES, StructuredOutputsParams
 from slipstream.types import SamplingParams
 
 MAX_PROMPTS = 128
@@ -17,15 +18,17 @@ MAX_MESSAGES = 1024
 MAX_PARTS = 256
 MAX_STOP_CHARS = 256
 MAX_IDS = 1 << 20
+MAX_TOOLS = 128
+MAX_CALLS = 128
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,), "chat_template": (),
-    "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,), "function_call": ("none",),
-    "functions": ([],), "guided_choice": (), "guided_decoding": (), "guided_grammar": (), "guided_json": (),
-    "guided_regex": (), "logits_processors": ([],), "modalities": (["text"],), "prediction": (),
-    "prompt_embeds": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"), "store": (False,), "structured_outputs": (), "suffix": ("",),
-    "tool_choice": ("none",), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (),
+    "continue_final_message": (False,), "echo": (False,), "function_call": ("none",),
+    "functions": ([],), "logits_processors": ([],), "modalities": (["text"],), "prediction": (),
+    "prompt_embeds": (), "reasoning_effort": (),
+    "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
+    "chat_template_kwargs": ({},), "parallel_tool_calls": (True, False), "tool_choice": ("none",), "tools": ([],),
+    "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (),
     "web_search_options": (),
 }  # fmt: skip
 """Fields that other servers have: refused by name unless they say what is done anyway, one of these or null."""
@@ -41,7 +44,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     continuous_usage_stats: bool = False
 
 
-class _Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
+class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of both routes; ranges are those of `SamplingParams`. user is accepted and has no effect."""
 
     model: str | None = None
@@ -55,6 +58,13 @@ class _Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[str, float] = {}
     prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_decoding: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
+    guided_grammar: str | None = None
     n: int = 1
     stop: str | Annotated[list[Annotated[str, Meta(max_length=MAX_STOP_CHARS)]], Meta(max_length=16)] = []
     stop_token_ids: Annotated[list[int], Meta(max_length=1024)] = []
@@ -72,7 +82,7 @@ class _Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     user: str | None = None
 
 
-class CompletionBody(_Sampling, kw_only=True):
+class CompletionBody(Sampling, kw_only=True):
     """prompt: text, token ids, or a list of either. echo: the prompt stands before the answer, with its
     log-probabilities where logprobs are asked for; max_tokens may then be 0."""
 
@@ -100,14 +110,44 @@ class TextPart(Struct, forbid_unknown_fields=True):
     type: str = "text"
 
 
+class CalledFunction(Struct, forbid_unknown_fields=True):
+    name: Annotated[str, Meta(min_length=1, max_length=64)]
+    arguments: str = "{}"
+
+
+class Call(Struct, forbid_unknown_fields=True):
+    """A tool call of an earlier answer."""
+
+    function: CalledFunction
+    id: Annotated[str, Meta(max_length=256)] = ""
+    type: str = "function"
+    index: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Templates want arguments as what they say, where they are JSON."""
+        try:
+            arguments = msgspec.json.decode(self.function.arguments)
+        except (msgspec.DecodeError, RecursionError):
+            arguments = self.function.arguments
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
 class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
     role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)]
+    content: str | Annotated[list[TextPart], Meta(max_length=MAX_PARTS)] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: Annotated[list[Call], Meta(max_length=MAX_CALLS)] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
 
-    def plain(self) -> dict[str, str]:
-        """For the template: parts joined."""
-        if isinstance(self.content, str):
+    def plain(self) -> dict[str, Any]:
+        """For the template: parts joined, fields that are not given left out."""
+        if self.content is None:
+            if not self.tool_calls:
+                raise InvalidRequestError(f"messages: content of a {self.role[:40]!r} message is missing")
+            text = ""
+        elif isinstance(self.content, str):
             text = self.content
         else:
             for part in self.content:
@@ -116,18 +156,26 @@ class Message(Struct, forbid_unknown_fields=True, omit_defaults=True):
                         f"messages content of type {part.type[:40]!r} is not supported; only text is"
                     )
             text = "".join(part.text for part in self.content)
-        return {"role": self.role, "content": text, **({"name": self.name} if self.name else {})}
+        more = {
+            "name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": self.reasoning_content,
+            "tool_calls": [c.plain() for c in self.tool_calls or ()],
+        }  # fmt: skip
+        return {"role": self.role, "content": text, **{k: v for k, v in more.items() if v}}
 
 
 Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
-class ChatBody(_Sampling):
+class ChatBody(Sampling):
     messages: Messages
     logprobs: bool = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def limit(self) -> int | None:
@@ -188,7 +236,9 @@ def _readable(error: str) -> str:
     return f"{match[2]}: {match[1]}" if match and match[2] else error
 
 
-def sampling(body: _Sampling, defaults: SamplingParams, max_tokens: int | None) -> SamplingParams:
+def sampling(
+    body: Sampling, defaults: SamplingParams, max_tokens: int | None, form: StructuredOutputsParams | None = None
+) -> SamplingParams:
     """Fields that the body leaves out are `defaults`', the model's own. Raises InvalidRequestError."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream=true")
@@ -208,11 +258,12 @@ def sampling(body: _Sampling, defaults: SamplingParams, max_tokens: int | None) 
         stop_token_ids=tuple(body.stop_token_ids), min_tokens=body.min_tokens, ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens, include_stop_str_in_output=body.include_stop_str_in_output,
         presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty, logit_bias=body.logit_bias, **chosen,
+        repetition_penalty=body.repetition_penalty, logit_bias=body.logit_bias, structured_outputs=form,
+        **chosen,
     )  # fmt: skip
 
 
-def _logprobs(body: _Sampling) -> int | None:
+def _logprobs(body: Sampling) -> int | None:
     """Alternatives per output token; None: no log-probabilities."""
     if isinstance(body, CompletionBody):
         return None if body.logprobs is False else body.logprobs

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.outputs import CompletionOutput, RequestOutput, StreamChunk
 from slipstream.server import logprobs
 from slipstream.text import Tokenizer
 from slipstream.text.detokenizer import IncrementalDetokenizer
+from slipstream.text.turns import CallDelta, Turn
 from slipstream.types import Round, SpecStats
 
 MAX_ERROR_CHARS = 500
@@ -51,15 +52,17 @@ class Shape:
     token_ids: with the ids; chunks then have the text that each token adds (no stop string holds it back), and how many
     of their first tokens came from accepted drafts.
     echo: the choices' prompts as text, to stand before the answers; None: they do not. silent: the answers themselves
-    are left out (max_tokens=0). top: alternatives in a chat's log-probabilities.
+    are left out (max_tokens=0). turn: reads a chat's answers, see `formats.Conversation`. top: alternatives in a chat's
+    log-probabilities.
     """
 
     def __init__(
         self, *, chat: bool, head: dict[str, Any], token_ids: bool, tokenizer: Tokenizer, top: int = 0,
-        echo: Sequence[str] | None = None, silent: bool = False,
+        echo: Sequence[str] | None = None, silent: bool = False, turn: Callable[[], Turn] | None = None,
     ) -> None:  # fmt: skip
         self.chat = chat
         self.echo, self._silent, self._top = echo, silent, top
+        self._turn, self._turns = turn, dict[int, Turn]()
         self._offsets: Counter[int] = Counter()
         self._head = {**head, "object": "chat.completion" if chat else "text_completion"}
         self._chunk_head = {**head, "object": "chat.completion.chunk" if chat else "text_completion"}
@@ -78,7 +81,7 @@ class Shape:
                 if out.logprobs is not None:
                     choice["logprobs"] = self._logprobs(output, out)
                 if self.chat:
-                    choice["message"] = {"role": "assistant", "content": out.text, "refusal": None}
+                    choice["message"], choice["finish_reason"] = self._message(out.text, out.finish_reason)
                 else:
                     choice["text"] = ("" if self.echo is None else self.echo[len(choices)]) + out.text
                     if of_prompt is not None:
@@ -89,6 +92,24 @@ class Shape:
                 choices.append(choice)
         extra = {"prompt_logprobs": of_prompts[0]} if self.chat and of_prompts[0] is not None else {}
         return {**self._head, "choices": choices, "usage": usage(outputs), **extra}
+
+    def _message(self, text: str, reason: str | None) -> tuple[dict[str, Any], str | None]:
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if self._turn is None:
+            return message, reason
+        turn = self._turn()
+        parts = (turn.feed(text), turn.finish())
+        calls: list[dict[str, Any]] = []
+        for call in (c for part in parts for c in part.calls):
+            if call.call == len(calls):
+                calls.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": ""}})
+            calls[call.call]["function"]["arguments"] += call.arguments
+        message["content"] = "".join(p.content for p in parts) or (None if calls else "")
+        if reasoning := "".join(p.reasoning for p in parts):
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message, _reason(turn, reason)
 
     def _silence(self, out: CompletionOutput) -> None:
         out.text, out.token_ids, out.finish_reason = "", [], "length"
@@ -115,11 +136,13 @@ class Shape:
 
     def piece(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
         """None for a chunk that shows nothing (its text is still held back)."""
-        if not chunk.text and chunk.finish_reason is None and not self._token_ids and not chunk.logprobs:
+        delta, reason = self._delta(index, chunk) if self.chat else ({}, chunk.finish_reason)
+        shows = bool(delta) if self.chat else bool(chunk.text)
+        if not shows and reason is None and not self._token_ids and not chunk.logprobs:
             return None
-        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": chunk.finish_reason}
+        choice: dict[str, Any] = {"index": index, "logprobs": None, "finish_reason": reason}
         if self.chat:
-            choice["delta"] = {"content": chunk.text} if chunk.text else {}
+            choice["delta"] = delta
         else:
             choice["text"] = chunk.text
         if self._token_ids:
@@ -134,6 +157,23 @@ class Shape:
             choice["logprobs"] = of
         return self._one(choice)
 
+    def _delta(self, index: int, chunk: StreamChunk) -> tuple[dict[str, Any], str | None]:
+        """What a chunk adds to the choice's message, and the reason if it is its end."""
+        if self._turn is None:
+            return ({"content": chunk.text} if chunk.text else {}), chunk.finish_reason
+        if index not in self._turns:
+            self._turns[index] = self._turn()
+        turn = self._turns[index]
+        parts = [turn.feed(chunk.text)] + ([turn.finish()] if chunk.finish_reason is not None else [])
+        delta: dict[str, Any] = {}
+        if content := "".join(p.content for p in parts):
+            delta["content"] = content
+        if reasoning := "".join(p.reasoning for p in parts):
+            delta["reasoning_content"] = reasoning
+        if calls := [c for p in parts for c in p.calls]:
+            delta["tool_calls"] = [_call_delta(c) for c in calls]
+        return delta, _reason(turn, chunk.finish_reason)
+
     def _token_texts(self, index: int, token_ids: Sequence[int]) -> list[str]:
         if not self._tokenizer.present:
             return [""] * len(token_ids)
@@ -147,3 +187,14 @@ class Shape:
 
     def _one(self, choice: dict[str, Any]) -> dict[str, Any]:
         return {**self._chunk_head, "choices": [choice]}
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if call.name is None:
+        return {"index": call.call, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.call, "id": call.id, "type": "function", "function": function}
+
+
+def _reason(turn: Turn, reason: str | None) -> str | None:
+    return "tool_calls" if turn.calls and reason == "stop" else reason

@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.server import logs
 from slipstream.server.app import Server, build_app
 from slipstream.server.engine_client import EngineClient
+from slipstream.server.formats import PLAIN, Formats
 from slipstream.server.watchdog import Watchdog
 
 EXIT_ENGINE_DEAD = 70
@@ -33,6 +34,7 @@ class ServeConfig:
     drain_seconds: how long SIGTERM waits for answers in flight. watchdog_seconds: without a collected launch for this
     long while requests are there, /health says 503 and the stacks are logged. admin_port: /metrics, /stats,
     /server_info and the page move there, to 127.0.0.1; 0: the system chooses. log_format: one of `logs.FORMATS`.
+    formats: how the model writes tool calls and reasoning.
     """
 
     host: str = "127.0.0.1"
@@ -44,6 +46,7 @@ class ServeConfig:
     watchdog_seconds: float = 60.0
     admin_port: int | None = None
     log_format: str = "auto"
+    formats: Formats = PLAIN
 
 
 class _Uvicorn(uvicorn.Server):
@@ -73,7 +76,7 @@ async def _serve(config: ServeConfig, engine_options: dict[str, Any]) -> int:
 
 
 async def _run(config: ServeConfig, engine: EngineClient, listeners: list[socket.socket]) -> int:
-    server = Server(engine, name=config.name, watchdog=config.watchdog_seconds)
+    server = Server(engine, name=config.name, watchdog=config.watchdog_seconds, formats=config.formats)
     apps = [build_app(server, config.api_keys, admin=len(listeners) == 1 or at == 1) for at in range(len(listeners))]
     servers = [
         _Uvicorn(uvicorn.Config(

@@ -30,6 +30,11 @@ class ChatTemplate:
     def names(self) -> tuple[str, ...]:
         return tuple(self._sources)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """What the templates look like, in Jinja."""
+        return tuple(self._sources.values())
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -30,6 +31,9 @@ COMPILE_SECONDS = 10.0
 MASK_SECONDS = 10.0
 """Most time for the masks of one round."""
 THREADS = 2
+GRAMMAR_FAULT = "the grammar"
+"""How every error begins that ends a request in its middle."""
+_STUCK = "NoExtension"  # in an error of the library: no token of the vocabulary goes on
 CACHED = 64
 """Compiled grammars kept; a request takes a copy."""
 MAX_ERROR_CHARS = 300
@@ -53,6 +57,9 @@ class Grammars:
         self.tokenizer = tokenizer
         self.vocab_size, self.eos_ids = vocab_size, tuple(i for i in eos_ids if 0 <= i < vocab_size)
         self.words = -(-vocab_size // 32)
+        inside_np = np.zeros(32 * self.words, dtype=np.uint8)
+        inside_np[:vocab_size] = 1
+        self._inside = np.packbits(inside_np, bitorder="little").view(np.int32)
         self.compile_seconds = compile_seconds
         self.changed = threading.Event()
         """Set when some masks have become ready, or failed."""
@@ -76,6 +83,8 @@ class Grammars:
             raise InvalidRequestError(
                 f"structured_outputs: compiling the {spec.kind} takes more than {self.compile_seconds:g} s"
             ) from None
+        except SlipstreamError as error:  # kept with the compiled grammars, so raised as a new one
+            raise type(error)(str(error)) from None
 
     def require(self) -> None:
         """Raise UnsupportedError if grammars cannot work here."""
@@ -138,10 +147,9 @@ class Grammars:
         matcher = library.LLMatcher(self._words(), text, log_level=0, limits=limits)
         if not matcher.is_error():
             copy = matcher.deep_copy()
-            mask = np.frombuffer(copy.compute_bitmask(), dtype=np.int32)
-            if not copy.is_error() and not mask.any():
+            if not self.mask(copy).any() or _STUCK in copy.get_error():
                 raise InvalidRequestError(f"structured_outputs: {spec.kind}: this tokenizer has no token to begin with")
-            matcher = matcher if not copy.is_error() else copy
+            matcher = copy if copy.is_error() else matcher
         if matcher.is_error():
             raise InvalidRequestError(f"structured_outputs: {spec.kind}: {_short(matcher.get_error())}")
         return matcher
@@ -160,6 +168,11 @@ class Grammars:
 
     def piece(self, token: int) -> bytes:
         return self._pieces[token]
+
+    def mask(self, matcher: Any) -> MaskRows:
+        """What may come next, [words]; no bits behind the vocabulary."""
+        found: MaskRows = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32)[: self.words] & self._inside
+        return found
 
 
 class GrammarMasks:
@@ -211,7 +224,7 @@ class GrammarMasks:
             return None
         if not job.done():
             if time.monotonic() - self._asked > self._seconds:
-                raise RequestFailedError(f"the grammar's masks took more than {self._seconds:g} s")
+                raise RequestFailedError(f"{GRAMMAR_FAULT}'s masks took more than {self._seconds:g} s")
             return None
         self._job, self._seconds = None, MASK_SECONDS
         return job.result()
@@ -224,7 +237,7 @@ class GrammarMasks:
         except SlipstreamError as error:
             job.set_exception(error)
         except Exception as error:
-            job.set_exception(RequestFailedError(f"the grammar failed: {type(error).__name__}"))
+            job.set_exception(RequestFailedError(f"{GRAMMAR_FAULT} failed: {type(error).__name__}"))
         else:
             job.set_result(rows)
         self._owner.changed.set()
@@ -246,8 +259,10 @@ class GrammarMasks:
         """Row `node`, for output number `index`, and the rows below it. What a row forbids has none: never reached."""
         row = out[node]
         if self._free is None:
-            row[:] = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.int32)[: row.shape[0]]
+            row[:] = self._owner.mask(self._matcher)
             self._check()
+            if not row.any():
+                raise RequestFailedError(f"{GRAMMAR_FAULT} cannot go on: no token of the vocabulary continues it")
         if index < self._min_tokens and (row & ~self._ban).any():
             row &= ~self._ban  # a grammar that leaves only the end wins over min_tokens
         for child in children[node]:
@@ -257,7 +272,7 @@ class GrammarMasks:
                 consumed = self._consume(token)
                 self._walk(child, index + 1, out, drafts, children)
                 if consumed and not self._matcher.rollback(consumed):
-                    raise RequestFailedError("the grammar could not go back over a draft")
+                    raise RequestFailedError(f"{GRAMMAR_FAULT} could not go back over a draft")
                 self._free = free
 
     def _consume(self, token: int) -> int:
@@ -270,18 +285,18 @@ class GrammarMasks:
             self._free = None
             tokens = self._owner._vocabulary.tokenize_bytes(rest) if rest else []
             if tokens and matcher.try_consume_tokens(tokens) != len(tokens):
-                raise RequestFailedError(f"the grammar does not allow the text right behind {self._spec.after!r}")
+                raise RequestFailedError(f"{GRAMMAR_FAULT} does not allow the text right behind {self._spec.after!r}")
             return len(tokens)
         if matcher.is_stopped() and token in self._owner.eos_ids:
             return 0  # with ignore_eos more of them follow
         if not matcher.consume_token(token):
             self._check()
-            raise RequestFailedError(f"the grammar does not allow token {token}, which was emitted")
+            raise RequestFailedError(f"{GRAMMAR_FAULT} does not allow token {token}, which was emitted")
         return 1
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise RequestFailedError(f"the grammar failed: {_short(self._matcher.get_error())}")
+            raise RequestFailedError(f"{GRAMMAR_FAULT} failed: {_short(self._matcher.get_error())}")
 
 
 class _Until:
@@ -313,7 +328,14 @@ class _Words:
         self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < len(tokens))
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        """Ids of exactly this text; none where the tokenizer changes or cannot write it."""
+        data = text.encode() if isinstance(text, str) else text
+        try:
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        except SlipstreamError:
+            return []
+        same = all(i < len(self.tokens) for i in ids) and b"".join(self.tokens[i] for i in ids) == data
+        return ids if same else []
 
 
 def _grammar(library: Any, spec: StructuredOutputsParams) -> str:
@@ -322,7 +344,8 @@ def _grammar(library: Any, spec: StructuredOutputsParams) -> str:
     if spec.regex is not None:
         text = matcher.grammar_from_regex(spec.regex)
     elif spec.grammar is not None:
-        text = library.grammar_from("grammar", spec.grammar)
+        lark = re.search(r"^\s*start\s*:(?!:=)", spec.grammar, re.M)
+        text = matcher.grammar_from_lark(spec.grammar) if lark else library.grammar_from("grammar", spec.grammar)
     elif spec.choice is not None:
         text = library.grammar_from("choice", json.dumps(spec.choice))
     else:

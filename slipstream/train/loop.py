@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError
 from slipstream.train.corpus import Corpus, load_tensors, write_tensors, write_text
 from slipstream.train.layers import DraftHead
+from slipstream.train.ranks import Ranks
 from slipstream.train.teacher import Teacher
 
 _POOL = 32
@@ -109,8 +111,11 @@ def train(
     *,
     folder: Path | None = None,
     progress: Callable[[int, int, float, list[float]], None] | None = None,
+    ranks: Ranks | None = None,
 ) -> History:
     """Train `head` in place. folder: where checkpoints go and from where training resumes when one is there.
+
+    ranks: the processes that do it together, which have begun with the same weights; a step is a batch of each.
 
     Raises ConfigError when the checkpoint is of other options or another corpus.
     """
@@ -123,19 +128,19 @@ def train(
     )  # fmt: skip
     # What a checkpoint must agree with; how often it is written may differ.
     identity = {k: v for k, v in asdict(options).items() if k not in ("log_every", "checkpoint_every")}
+    ranks = ranks or Ranks()
     identity = {**identity, "kind": head.kind, "sequences": len(corpus), "tokens": corpus.answer_tokens}
+    identity |= {"processes": ranks.size}
     history, start = History(), 0
     if folder is not None and (folder / "state.json").is_file():
         start, history = _resume(folder, head, optimizer, identity)
-    order = batches(corpus.length_N, options)
-    for _ in range(start):
-        next(order)
+    order = islice(batches(corpus.length_N, options), start * ranks.size + ranks.rank, None, ranks.size)
     began, spent = time.perf_counter(), history.seconds
     for step in range(start, options.steps):
         index_B = next(order)
         done = step / options.steps
         if options.time_limit is not None:
-            done = max(done, (spent + time.perf_counter() - began) / options.time_limit)
+            done = ranks.furthest(max(done, (spent + time.perf_counter() - began) / options.time_limit), device)
         head.overlap = done >= options.overlap_from
         part = corpus.take(index_B)
         longest = int(part.length_N.max())
@@ -147,6 +152,7 @@ def train(
             loss, metrics = head.loss(token_BT, answer_BT, teacher.features(token_BT))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
+        ranks.average(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, options.clip)
         optimizer.step()
         last = step + 1 == options.steps or done >= 1
@@ -158,9 +164,10 @@ def train(
             history.loss.append(value)
             history.acceptance.append(accepted)
             history.seconds = spent + time.perf_counter() - began
-            if progress is not None:
+            if progress is not None and ranks.rank == 0:
                 progress(step + 1, options.steps, value, accepted)
-        if folder is not None and options.checkpoint_every and ((step + 1) % options.checkpoint_every == 0 or last):
+        due = options.checkpoint_every and ((step + 1) % options.checkpoint_every == 0 or last)
+        if folder is not None and due and ranks.rank == 0:
             _checkpoint(folder, head, optimizer, identity, step + 1, history)
         if last:
             break

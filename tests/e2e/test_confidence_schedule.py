@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from slipstream.errors import ConfigError
 from slipstream.types import SURVIVAL_ONE, SpecStats
 from tests.support.block_draft import write_block_draft
 from tests.support.equality_cells import FACTORS, model_dirs, run_cell
+from tests.support.grammar_kit import character_models
+from tests.support.kit import tiny_model_dir
 from tests.support.pairwise import pairwise
 from tests.support.reference import DenseReference
 
@@ -150,7 +153,7 @@ def test_confidences_are_calibrated_and_travel_to_the_host(
         seq = next(iter(llm._engine.scheduler.running.values()))
         want = torch.sigmoid(logits[-1][0].double() / torch.tensor(temperatures)).cumprod(0)
         assert seq.fresh is not None
-        assert torch.allclose(torch.tensor(seq.fresh).double() / SURVIVAL_ONE, want, rtol=1e-5, atol=1e-8)
+        assert torch.allclose(torch.tensor(seq.fresh[1]).double() / SURVIVAL_ONE, want, rtol=1e-5, atol=1e-8)
         before = torch.sigmoid(logits[-2][0].double() / torch.tensor(temperatures)).cumprod(0)
         assert seq.survival is not None
         assert torch.allclose(torch.tensor(seq.survival).double() / SURVIVAL_ONE, before, rtol=1e-5, atol=1e-8)
@@ -241,3 +244,42 @@ def test_the_command_line_names_it() -> None:
     assert got == {"draft": "D", "confidence_schedule": True}
     with pytest.raises(ConfigError, match="--confidence-schedule needs a draft"):
         engine_options(parser.parse_args(["--confidence-schedule"]))
+
+
+ASKS: list[dict[str, Any]] = [
+    {"temperature": 0, "presence_penalty": 1.2, "logprobs": 2}, {"temperature": 0.8, "seed": 4, "logit_bias": {7: 3.0}},
+    {"temperature": 0, "structured_outputs": {"regex": "(ab|[0-9]{2,4}x)+ true"}},
+    {"temperature": 0.9, "seed": 5, "repetition_penalty": 1.4, "prompt_logprobs": 1, "logprobs": 0},
+    {"temperature": 0, "min_tokens": 5, "speculative": 1}, {"temperature": 0.7, "seed": 9, "speculative": "off"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "run_ahead"), [("characters", 1), ("characters", 2), ("hybrid", 2), ("windows", 2)])
+def test_with_whatever_else_requests_and_targets_have(
+    kind: str, run_ahead: int, no_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Penalties, biases, log-probabilities, grammars, drafts per request; recurrent layers; sliding windows."""
+    monkeypatch.setattr(costs, "measure", jagged)
+    if kind == "characters":
+        pytest.importorskip("llguidance")
+        target = character_models(tmp_path / "models")["target"]
+    else:
+        arch, layers = {"hybrid": ("qwen3_5_text", 3), "windows": ("gemma3_text", 6)}[kind]
+        target = tiny_model_dir(tmp_path / "target", seed=1, layers=layers, arch=arch)
+    dspark = write_block_draft(tmp_path / "dspark", target, "dspark", head="gated")
+    asks = [a for a in ASKS if kind == "characters" or "structured_outputs" not in a]
+    params = [SamplingParams(max_tokens=30, ignore_eos="structured_outputs" not in a, **a) for a in asks]
+    prompts = [[5 + i, 9, 11, 5 + i] * (1 + 2 * i) for i in range(len(params))]
+    options: dict[str, Any] = {"dtype": "float64", "max_slots": 4, "max_model_len": 96, "page_size": 8}
+    with LLM(str(target), **options) as plain:
+        want = plain.generate(prompts, [replace(p, speculative=None) for p in params])
+    with LLM(
+        str(target), draft=str(dspark), num_drafts=3, confidence_schedule=True, run_ahead=run_ahead, **options
+    ) as llm:
+        for ours, theirs in zip(llm.generate(prompts, params), want, strict=True):
+            assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+            a, b = (o.outputs[0].logprobs or [] for o in (ours, theirs))
+            assert [list(x) for x in a] == [list(x) for x in b]
+        spec = llm._engine.metrics.spec
+        assert 0 < spec.drafted < 0.9 * 3 * spec.rounds, "the budget has to bind"
+        llm.check_idle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,29 @@ def test_preempted_in_the_middle_of_a_grammar(
     outs = llm.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in outs] == [reference.continuation(tuple(p), params) for p in prompts]
     assert llm.stats()["counters"]["preemptions"] > 0
+    llm.check_idle()
+
+
+@pytest.mark.parametrize(("drafter", "run_ahead"), [("none", 1), ("oracle", 1), ("oracle", 2), ("oracle-tree", 2)])
+@pytest.mark.parametrize("after", ["</think>", "a!"])
+def test_masks_switch_where_reasoning_ends(
+    after: str, drafter: str, run_ahead: int, dirs: dict[str, Path], reference: GrammarReference
+) -> None:
+    """S35: the end of the reasoning, one token or several, stands anywhere in a window of drafts."""
+    params = [
+        SamplingParams(
+            temperature=1.0, seed=s, max_tokens=40, logit_bias={4: 2} if after == "</think>" else {70: 5, 6: 5},
+            structured_outputs={"regex": "(ab|[0-9]{2}){3,4};", "after": after},
+        )
+        for s in range(8)
+    ]  # fmt: skip
+    llm = engine(dirs, drafter, reference, run_ahead=run_ahead, max_model_len=64)
+    outs = llm.generate([[9]] * 8, params)
+    want = [reference.continuation((9,), s) for s in params]
+    assert [o.outputs[0].token_ids for o in outs] == want
+    texts = [llm.tokenizer.decode(o.outputs[0].token_ids, skip_special_tokens=False) for o in outs]
+    behind = [t.split(after, 1)[1] for t in texts if after in t]
+    assert sum(bool(re.fullmatch(r"(ab|[0-9]{2}){3,4};</s>", t)) for t in behind) >= 2, texts
     llm.check_idle()
 
 

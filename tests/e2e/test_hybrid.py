@@ -16,6 +16,8 @@ from slipstream.engine.adaptive import Adaptive
 from slipstream.errors import UnsupportedError
 from slipstream.kernels import delta as delta_ops
 from slipstream.kernels.workspace import Workspace
+from slipstream.models.fused import FusedDecoder
+from slipstream.models.fused_hybrid import FusedHybrid
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.equality_cells import FACTORS, TREE, run_cell
@@ -129,8 +131,10 @@ def test_a_prediction_head_comes_and_goes(
         llm.check_idle()
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "mixed"])
-def test_the_frame_as_it_runs_on_a_gpu(dirs: dict[str, Path], reference: DenseReference, sampling: str) -> None:
+@pytest.mark.parametrize(("sampling", "fused"), [("greedy", True), ("mixed", True), ("mixed", False)])
+def test_the_frame_as_it_runs_on_a_gpu(
+    dirs: dict[str, Path], reference: DenseReference, sampling: str, fused: bool
+) -> None:
     """The same frames out of the kernels' ops, each by its definition; the chunk's spans follow from tensors."""
 
     def on_kernels(llm: LLM) -> None:
@@ -138,6 +142,9 @@ def test_the_frame_as_it_runs_on_a_gpu(dirs: dict[str, Path], reference: DenseRe
         frame.workspace = frame.cache.workspace = Workspace("cpu", floats=8, counters=8)
         frame.kernels = True
         frame.laws = frame.state.laws()
+        if fused:
+            frame.fused = FusedHybrid(frame.model, frame.kv, frame.workspace)
+            assert not FusedDecoder.fits(frame.model)
 
     cell = {**CELL, "sampling": sampling, "shapes": "padded", "page_size": 1}
     run_cell(cell, dirs, reference, dtype="float64", prepare=on_kernels)

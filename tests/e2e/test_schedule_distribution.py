@@ -89,6 +89,6 @@ def test_a_budget_from_current_confidences_is_noticed(
     target: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Negative control: the budget of a lone slot knows the drafts that it is for."""
-    monkeypatch.setattr(Sequence, "noted", lambda self, survival: setattr(self, "survival", survival))
+    monkeypatch.setattr(Sequence, "noted", lambda self, wanted, survival: setattr(self, "survival", survival))
     with build(target, monkeypatch, tmp_path, max_slots=1) as llm:
         assert p_value(llm, 512) < ALPHA

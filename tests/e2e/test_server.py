@@ -257,7 +257,7 @@ HOSTILE: list[tuple[bytes, str]] = [
     (b'{"prompt": "w5", "logit_bias": {"96": 1}}', "logit_bias token id 96 must be below the vocabulary size 96"),
     (b'{"prompt": "w5", "logit_bias": {"5": 101}}', "logit_bias[5]=101.0 must be at least -100 and at most 100"),
     (json.dumps({"prompt": "w5", "logit_bias": {str(i): 1 for i in range(4000)}}).encode(), "4000 entries; the limit"),
-    (b'{"prompt": "w5", "response_format": {"type": "json_object"}}', "response_format is not supported"),
+    (b'{"prompt": "w5", "response_format": {"type": "json_object"}}', "no token to begin with"),
     (b'{"prompt": "w5", "prompt_embeds": "x"}', "prompt_embeds is not supported"),
 ]
 
@@ -279,9 +279,9 @@ def test_a_bad_body_is_named(server: RunningServer, body: bytes, says: str) -> N
         ({"messages": [{"role": "user"}]}, "content"),
         ({"messages": [{"role": "", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}]}, "image_url"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [{"id": "1"}]}]}, "tool_calls"),
         ({"messages": CHAT * 1025}, "messages"),
-        ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools is not supported"),
+        ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools[0] is not supported"),
         ({"messages": CHAT, "max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens=4"),
         ({"messages": CHAT, "prompt": "x"}, "unknown field 'prompt'"),
         ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs=2 needs logprobs=true"),

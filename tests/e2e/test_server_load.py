@@ -127,8 +127,8 @@ def test_64_clients_of_smollm2(draft: str) -> None:
         growth = kept[1000] / kept[200] - 1
         tokens = server.info()["engine"]["counters"]["output_tokens"]
         print(
-            f"\n{draft}: {seconds:.0f} s, {tokens / seconds:.1f} tokens/s, ttft median {median:.2f} s, most {most:.2f} s "
-            f"({most / median:.1f} times), memory {kept[200] >> 20} -> {kept[1000] >> 20} MiB ({growth:+.2%})"
+            f"\n{draft}: {seconds:.0f} s, {tokens / seconds:.1f} tokens/s, ttft median {median:.2f} s, most {most:.2f} "
+            f"s ({most / median:.1f} times), memory {kept[200] >> 20} -> {kept[1000] >> 20} MiB ({growth:+.2%})"
         )
         assert growth < 0.02
         assert most <= 3 * median

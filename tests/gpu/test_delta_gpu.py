@@ -60,7 +60,7 @@ def test_decode_rows(rows: list[int], interval: int, early: int, dtype: torch.dt
     here = rounded(
         delta_case(
             rows, lengths=lengths, lacks=[min(a, b) for a, b in zip(lacks, lengths, strict=True)], interval=interval,
-            early=early, replays=max(3, max(rows) - 1), **SHAPE,
+            early=early, replays=max(3, max(rows) - 1), padding=early * 3, **SHAPE,
         ),
         dtype,
     )  # fmt: skip

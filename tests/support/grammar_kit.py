@@ -53,7 +53,7 @@ def write_characters(folder: Path) -> None:
 
 def character_models(root: Path) -> dict[str, Path]:
     """A random target and a draft that is often right."""
-    target = write_tiny_checkpoint(root / "target", "llama", seed=1, vocab_size=VOCAB)
+    target = write_tiny_checkpoint(root / "target", "llama", seed=1, vocab_size=VOCAB, max_position_embeddings=2048)
     write_characters(target)
     return {"target": target, "draft": perturb(target, root / "draft", scale=0.02)}
 
@@ -110,6 +110,7 @@ class GrammarReference(DenseReference):
 
     def __init__(self, model: Any, tokenizer: Text) -> None:
         super().__init__(model)
+        self.tokenizer = tokenizer
         self.grammars = Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS])
         self._allowed: torch.Tensor | None = None
 
@@ -118,19 +119,23 @@ class GrammarReference(DenseReference):
         return logits if self._allowed is None else logits.masked_fill(~self._allowed, float("-inf"))
 
     def continuation(self, prompt: Ids, params: SamplingParams, child: int = 0, **kw: Any) -> list[int]:
-        spec = params.structured_outputs
+        spec, key = params.structured_outputs, (prompt, repr(params), child)
         if spec is None:
             return super().continuation(prompt, params, child, **kw)
+        if key in self._known:
+            return self._known[key]
         self.grammars.check(spec)
         matcher = self.grammars.compiled(spec).result().deep_copy()
         tokens: list[int] = []
         with torch.inference_mode():
             while len(tokens) < (params.max_tokens or 0) and tokens[-1:] != [EOS]:
                 bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-                self._allowed = torch.from_numpy(bits[:VOCAB].astype(bool))
+                free = bool(spec.after) and spec.after not in self.tokenizer.decode(tokens, skip_special_tokens=False)
+                self._allowed = None if free else torch.from_numpy(bits[:VOCAB].astype(bool))
                 tokens.append(self._next([*prompt, *tokens], params, child, len(prompt)))
-                assert matcher.consume_token(tokens[-1])
+                assert free or matcher.consume_token(tokens[-1])
         self._allowed = None
+        self._known[key] = tokens
         return tokens
 
 

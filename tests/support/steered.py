@@ -19,7 +19,7 @@ class SteeredDrafter:
     """
 
     taps: tuple[int, ...] = ()
-    reads_hidden, lookahead, rereads, confident = False, False, 0, True
+    reads_hidden, lookahead, rereads, confident, cuts = False, False, 0, True, False
 
     def __init__(
         self, *, slots: int, max_drafts: int, max_len: int, device: torch.device, law_KV: Tensor, tell: int,

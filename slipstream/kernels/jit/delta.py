@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tlx
 
 TILE = 16
 """Prompt rows of a tile."""
@@ -49,9 +50,13 @@ def delta_rows_kernel(
     B, R, x_stride, row_of_stride, M, places, interval, early,
     N: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
     KP: tl.constexpr, BV: tl.constexpr, SLICE: tl.constexpr, SCALE: tl.constexpr, SAVES: tl.constexpr,
+    BP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, N, cdiv(DV, BV)): BV columns of a head's state in registers. SLICE: columns of x that it keeps."""
     b, n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        tlx.gdc_launch_dependents()
+        tlx.gdc_wait()
     slot = tl.load(slot_ptr + b)
     rows = tl.load(rows_ptr + b)
     first = tl.load(row_of_ptr + b * row_of_stride)
@@ -104,7 +109,10 @@ def delta_rows_kernel(
         raw = tl.load(x_row + depth * x_stride + column, mask=kept)
         tl.store(ring + ((base + depth) % M) * X + column, raw, mask=kept)
     if b == B - 1:
-        for row in range(first.to(tl.int32) + mine, R):
+        # The cells of a slot without rows name some row, so where the rows end is counted.
+        every = tl.arange(0, BP)
+        end = tl.sum(tl.load(rows_ptr + every, mask=every < B, other=0), 0).to(tl.int32)
+        for row in range(end, R):
             tl.store(out_ptr + row * (N * DV) + n * DV + j, tl.zeros([BV], out_ptr.dtype.element_ty), mask=j_ok)
 
 
@@ -236,13 +244,16 @@ def _sizes(x, recent, state, key_heads, key_dim, value_block):
 
 def launch_delta_rows(
     x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out, *,
-    key_heads, key_dim, interval, early, value_block=32, warps=4,
+    key_heads, key_dim, interval, early, value_block=None, warps=4, pdl=False,
 ):  # fmt: skip
+    # A program reads a head's keys again for each block of values: few blocks where there are programs enough.
+    value_block = value_block or (32 if slot.shape[0] * state.shape[1] < 512 else 64)
     sizes, grid = _sizes(x, recent, state, key_heads, key_dim, value_block)
     delta_rows_kernel[(slot.shape[0], *grid)](
         x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out,
         slot.shape[0], x.shape[0], x.stride(0), row_of.stride(0), recent.shape[1], places.shape[1], max(1, interval),
-        early, T=conv.shape[1], SAVES=interval > 0, num_warps=warps, **sizes,
+        early, T=conv.shape[1], SAVES=interval > 0, BP=triton.next_power_of_2(slot.shape[0]),
+        PDL=pdl, num_warps=warps, launch_pdl=pdl, **sizes,
     )  # fmt: skip
 
 

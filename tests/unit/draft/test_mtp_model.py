@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream import LLM, SamplingParams
 from slipstream.attention.dense import DenseCausal
 from slipstream.draft.detect import kind_of
-from slipstream.draft.mtp_model import load_mtp
+from slipstream.draft.mtp_model import load_mtp, parse_mtp
 from slipstream.errors import ConfigError, ModelLoadError, SlipstreamError, UnsupportedError
 from slipstream.kernels.eagle import join_norms
 from slipstream.models.config import read_json
@@ -145,6 +145,17 @@ def test_own_folders_and_their_layouts_are_the_same_head(tmp_path: Path, target:
     assert len(results) == 1
 
 
+def test_a_head_may_turn_and_norm_in_its_own_way(tmp_path: Path) -> None:
+    target = tiny_model_dir(tmp_path / "t", arch="qwen3")
+    config = load_model(target).config
+    own = parse_mtp({"rope_theta": 500.0, "rms_norm_eps": 1e-3}, config).layer
+    assert (own.rope.theta, own.rms_norm_eps) == (500.0, 1e-3) and config.rope.theta == 10000.0
+    hybrid = load_model(tiny_model_dir(tmp_path / "h", arch="qwen3_5_text", layers=3)).config
+    values = read_json(tmp_path / "h" / "config.json")
+    for said in (values, {"text_config": values}, {"transformer_layer_config": values}, {}):
+        assert parse_mtp(said, hybrid).layer.rope == hybrid.rope
+
+
 def test_a_table_of_its_own_and_random_weights(tmp_path: Path) -> None:
     target = tiny_model_dir(tmp_path / "t", arch="qwen3", mtp_use_dedicated_embeddings=True)
     add_mtp(target)
@@ -234,6 +245,9 @@ def test_damaged_checkpoints_are_named(
         ({"mtp_use_dedicated_embeddings": True}, ModelLoadError, "lacks the tensor 'mtp.embed_tokens.weight'"),
         ({"num_attention_heads": 2}, ModelLoadError, r"q_proj.weight' has shape \[48, 32\]"),
         ({"num_attention_heads": "4"}, ModelLoadError, "num_heads='4' must be a whole number"),
+        ({"rms_norm_eps": "small"}, ModelLoadError, "rms_norm_eps='small' must be a number"),
+        ({"rms_norm_eps": 0}, ModelLoadError, "rms_norm_eps=0.0 must be above 0"),
+        ({"rope_theta": "x"}, ModelLoadError, "rope_theta='x'"),
         ({"intermediate_size": 48}, ModelLoadError, r"gate_proj.weight' has shape \[64, 32\]"),
     ],
     ids=str,

@@ -115,7 +115,7 @@ def _never_preempt(m: pytest.MonkeyPatch) -> None:
 
 
 def _rows_from_current_drafts(m: pytest.MonkeyPatch) -> None:
-    m.setattr(Sequence, "noted", lambda self, survival: setattr(self, "survival", survival))
+    m.setattr(Sequence, "noted", lambda self, wanted, survival: setattr(self, "survival", survival))
 
 
 def _rows_from_before_a_preemption(m: pytest.MonkeyPatch) -> None:

@@ -120,6 +120,30 @@ def test_a_frames_rows_do_not_know_its_own_drafts(run_ahead: int) -> None:
     assert differ == [max(12, 10 + run_ahead)]
 
 
+@pytest.mark.parametrize("run_ahead", [1, 2, 4])
+@pytest.mark.parametrize("late", [True, False])
+def test_rows_do_not_know_how_many_drafts_a_confidence_has_left(run_ahead: int, late: bool) -> None:
+    """A drafter that cuts its drafts where it is unsure: one count moves later frames only. The control: counts of
+    drafters that do not look at them are used at once."""
+    how = EngineConfig(
+        num_drafts=3, max_slots=2, run_ahead=run_ahead, row_tiers=(1, 2, 4), slot_buckets=(2,), late_counts=late
+    )
+    rows = []
+    for odd in (3, 0):
+        device = Told(
+            num_drafts=3, page_size=32, run_ahead=run_ahead, vocab=50,
+            drafts=lambda key, position, odd=odd: (odd if position == 13 else 3, 0),
+        )  # fmt: skip
+        engine = EngineCore(how, device)
+        params = SamplingParams(temperature=0, max_tokens=30)
+        engine.add(Request(request_id="a", prompt_token_ids=(1, 2), params=params, key=1, max_len=32))
+        while engine.has_work:
+            engine.step()
+        rows.append(device.rows())
+    differ = [n for n, (a, b) in enumerate(zip(*rows, strict=True)) if a != b]
+    assert differ == [max(12 if late else 11, 10 + run_ahead)]
+
+
 def test_records_of_another_generation_say_nothing() -> None:
     how = config()
     device = Told(num_drafts=3, page_size=32, run_ahead=1, vocab=50, drafts=lambda key, position: (3, 0),
@@ -131,7 +155,7 @@ def test_records_of_another_generation_say_nothing() -> None:
         engine.step()
     seq = next(iter(engine.scheduler.running.values()))
     known = (seq.survival, seq.fresh, seq.wanted)
-    assert known[1] is not None
+    assert known[1] == (4, [5, 5, 5])
     stranger = [seq.generation - 1, 0, 0, 0, 0, 3, *units(0.9, 0.9, 0.9), *(7,) * 4]
     engine.collector.take(FrameResult(-1, (seq.slot,), [stranger], 1))
     assert (seq.survival, seq.fresh, seq.wanted) == known

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.kernels import delta
+from slipstream.kernels import delta, gated
 from slipstream.kernels.jit import delta as jit
+from slipstream.kernels.jit import gated as jit_gated
 from tests.support.delta_cases import Case, delta_case, prompt_rows
-from tests.support.kernel_cases import relative_error
+from tests.support.kernel_cases import paged_case, relative_error, rope_tables
 
 LIMIT = 2e-5
 
@@ -38,13 +39,15 @@ def same_memory(mine: Case, theirs: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "block", "interval", "early", "heads"),
-    [([1, 4, 0, 2], 4, 5, 0, (4, 2)), ([1, 4, 0, 2], 8, 5, 1, (2, 1)), ([1, 1], 16, 0, 0, (2, 2))],
+    ("rows", "block", "interval", "early", "heads", "padding"),
+    [([1, 4, 0, 2], 4, 5, 0, (4, 2), 2), ([1, 4, 0, 2], 8, 5, 1, (2, 1), 0), ([1, 1], 16, 0, 0, (2, 2), 3)],
 )
-def test_decode_rows(rows: list[int], block: int, interval: int, early: int, heads: tuple[int, int]) -> None:
+def test_decode_rows(
+    rows: list[int], block: int, interval: int, early: int, heads: tuple[int, int], padding: int
+) -> None:
     c = delta_case(
         rows, lengths=[1, 9, 6, 12][: len(rows)], lacks=[0, 3, 1, 2], heads=heads[0], key_heads=heads[1],
-        interval=interval, early=early,
+        interval=interval, early=early, padding=padding,
     )  # fmt: skip
     want_case = c.clone()
     want = delta.delta_rows(
@@ -98,3 +101,35 @@ def test_equal_keys_without_decay() -> None:
         **options(c, 16),
     )  # fmt: skip
     assert relative_error(out, want) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("heads", "dim"), [(6, 24), (2, 16)])
+def test_gated_norm_and_gate(heads: int, dim: int, dtype: torch.dtype) -> None:
+    o, p = torch.randn(3, heads, dim).to(dtype), torch.randn(3, 2 * heads * dim + 7).to(dtype)
+    z, gain, out = p[:, 7 : 7 + heads * dim], torch.rand(dim).to(dtype), torch.full((3, heads * dim), float("nan"))
+    limit = LIMIT if dtype == torch.float32 else 3e-3
+    jit_gated.launch_gated_norm(o, z, gain, out := out.to(dtype), eps=1e-5)
+    assert relative_error(out, gated.gated_norm(o, z, gain, 1e-5)) < limit
+    jit_gated.launch_gate_mul(o, p, out.fill_(float("nan")))
+    assert relative_error(out, gated.gate_mul(o, p)) < limit
+
+
+@pytest.mark.parametrize(("turned", "has_gate", "heads"), [(8, True, 4), (24, False, 2), (12, True, 6)])
+def test_gated_rope_write(turned: int, has_gate: bool, heads: int) -> None:
+    case, dim = paged_case([5, 9], [3, 2], kv_heads=2, dim=24), 24
+    rows = len(case.slot)
+    qkv = torch.randn(rows, (heads * (2 if has_gate else 1) + 4) * dim)
+    cos, sin = (t[:, : turned // 2].contiguous() for t in rope_tables(40, 24))
+    gains = (torch.rand(dim), torch.rand(dim))
+    where = (case.table, case.slot, case.pos, case.pos)
+    got_k, got_v = case.k.clone(), case.v.clone()
+    want = gated.gated_rope_write(qkv, case.k, case.v, cos, sin, *gains, *where, heads, 1e-5, has_gate)
+    out = torch.full_like(want, float("nan"))
+    jit_gated.launch_gated_rope_write(
+        qkv, out, got_k, got_v, cos, sin, *gains, *where, heads=heads, eps=1e-5, gated=has_gate
+    )
+    assert relative_error(out, want) < LIMIT
+    for got, ref in ((got_k, case.k), (got_v, case.v)):
+        assert relative_error(got[1:].nan_to_num(), ref[1:].nan_to_num()) < LIMIT
+        assert torch.equal(got[1:].isnan(), ref[1:].isnan())

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.library import opcheck
 
 from slipstream.errors import ConfigError
-from slipstream.kernels import delta, delta_ops
+from slipstream.kernels import delta, delta_ops, gated
 from slipstream.memory.states import Snapshot, StatePool, StateShape
+from slipstream.models import load_model
+from slipstream.models.delta_net import GatedNorm
 from tests.support.delta_cases import delta_case, prompt_rows
 from tests.support.kernel_cases import relative_error
+from tests.support.tiny import write_tiny_checkpoint
 
 
 def by_hand(x_LX: torch.Tensor, w: delta.DeltaWeights, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,6 +80,45 @@ def test_schemas_and_fakes() -> None:
     tile = delta.delta_tiles(slot_R, pos_R, delta_ops.PROMPT_TILE, 4)
     args = (x_RX, *clean[:4], *clean[5:], *c.weights, slot_R, pos_R, tile)
     opcheck(library.delta_prompt.default, args, test_utils=checks)
+    o, p, gain = torch.randn(3, 4, 6), torch.randn(3, 80), torch.rand(6)
+    opcheck(library.gated_norm.default, (o, p[:, :24], gain, 1e-6), test_utils=checks)
+    opcheck(library.gate_mul.default, (o, p), test_utils=checks)
+    k, v, cos, where = torch.zeros(3, 4, 2, 6), torch.zeros(3, 4, 2, 6), torch.rand(9, 2), torch.zeros(3).long()
+    at = (torch.zeros(1, 2).long(), where, where, where)
+    rope = (p[:, :72], k, v, cos, cos, gain, gain, *at, 4, 1e-6, True)
+    opcheck(library.gated_rope_write.default, rope, test_utils=checks)
+
+
+def test_the_ops_between_products_are_the_plain_layers(tmp_path: Path) -> None:
+    """The gated norm, and gated attention's rotation and gate, against the modules of the plain pass."""
+    o, z = torch.randn(3, 4, 6, dtype=torch.float64), torch.randn(3, 24, dtype=torch.float64)
+    gain = torch.rand(6, dtype=torch.float64)
+    want = GatedNorm(gain, 1e-6)(o, z.view(3, 4, 6)).flatten(1)
+    assert relative_error(gated.gated_norm(o, z, gain, 1e-6), want) < 1e-14
+
+    loaded = load_model(write_tiny_checkpoint(tmp_path, "qwen3_5_text"), dtype="float64")
+    c, layer = loaded.config, loaded.model.blocks[1].attention  # type: ignore[attr-defined]
+    x, pos = torch.randn(5, 32, dtype=torch.float64), torch.arange(3, 8)
+    seen: list[torch.Tensor] = []
+
+    class Keeps:
+        def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            seen.extend((q, k, v))
+            return q * 2.0
+
+    with torch.inference_mode():
+        rotary = loaded.model.rotary  # type: ignore[attr-defined]
+        want = layer.forward(x, rotary, *rotary.at(pos), Keeps())
+        k, v = torch.zeros(2, 3, 4, c.num_kv_heads, c.head_dim, dtype=torch.float64).unbind(0)
+        cos, sin = rotary.table[:, 0, 0, :2], rotary.table[:, 1, 0, 2:4]
+        table, slot = torch.tensor([[0, 0], [1, 2]]), torch.ones(5, dtype=torch.int64)
+        qkv = layer.qkv(x)
+        gains = (layer.q_norm.weight, layer.k_norm.weight)
+        q = gated.gated_rope_write(qkv, k, v, cos, sin, *gains, table, slot, pos, pos, c.num_heads, 1e-5, True)
+        got = layer.o(gated.gate_mul(q * 2.0, qkv))
+    assert relative_error(q, seen[0]) < 1e-7 and relative_error(got, want) < 1e-7
+    cells = (1 + torch.div(pos, 4, rounding_mode="floor"), pos % 4)
+    assert relative_error(k[cells], seen[1]) < 1e-7 and torch.equal(v[cells], seen[2])
 
 
 def pool(**changes: int) -> StatePool:

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve()
         ("frame_interpreted_cases.py", 20),
         ("sample_interpreted_cases.py", 13),
         ("adjust_interpreted_cases.py", 8),
-        ("delta_interpreted_cases.py", 7),
+        ("delta_interpreted_cases.py", 14),
         ("train_interpreted_cases.py", 2),
     ],
 )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -251,3 +254,41 @@ def test_a_corpus_survives_the_disk(corpus: Corpus, tmp_path: Path) -> None:
     assert len(rest) == 38 and len(held) == 10 and torch.equal(held.token_NT, corpus.token_NT[38:])
     with pytest.raises(ConfigError, match="held_out=48"):
         corpus.split(48)
+
+
+def test_two_processes_end_with_one_head(tmp_path: Path) -> None:
+    """Both see other batches; the averaged gradients keep them together; only the first writes."""
+    program = tmp_path / "both.py"
+    program.write_text(
+        "import sys, torch\n"
+        "from pathlib import Path\n"
+        "from slipstream.train.corpus import Corpus\n"
+        "from slipstream.train.eagle3 import Eagle3Head\n"
+        "from slipstream.train.loop import TrainOptions, train\n"
+        "from slipstream.train.ranks import Ranks\n"
+        "from slipstream.train.teacher import Teacher\n"
+        "from tests.support.tiny import write_tiny_checkpoint\n"
+        "torch.set_num_threads(1)\n"
+        "out, ranks = Path(sys.argv[1]), Ranks.join('cpu')\n"
+        "folder = write_tiny_checkpoint(out / f'm{ranks.rank}', num_hidden_layers=2, vocab_size=40, hidden_size=32)\n"
+        "teacher = Teacher.load(str(folder), taps=(0, 1, 1), device='cpu', dtype='float32')\n"
+        "ids = torch.randint(3, 40, (24, 16), generator=torch.Generator().manual_seed(0)).tolist()\n"
+        "corpus = Corpus.pack([(x[:4], x[4:]) for x in ids], 16)\n"
+        "torch.manual_seed(0)\n"
+        "head = Eagle3Head(teacher, torch.arange(40), steps=2)\n"
+        "options = TrainOptions(steps=6, batch=4, checkpoint_every=6, log_every=2)\n"
+        "history = train(head, teacher, corpus, options, folder=out / 'state', ranks=ranks)\n"
+        "total = sum(float(p.detach().double().abs().sum()) for p in head.parameters())\n"
+        "(out / f'rank{ranks.rank}').write_text(f'{total!r} {history.loss!r}')\n"
+        "ranks.leave()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program),
+         str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (first, losses), (second, others) = ((tmp_path / f"rank{r}").read_text().split(" ", 1) for r in (0, 1))
+    assert float(first) == pytest.approx(float(second), rel=1e-12) and losses != others
+    assert sorted(p.name for p in (tmp_path / "state").iterdir()) == ["state-6.safetensors", "state.json"]

@@ -28,7 +28,7 @@ from slipstream.memory.host import keep_large_temporaries
 from slipstream.memory.kv import KVPages
 from slipstream.memory.states import StatePool, StateShape
 from slipstream.models.delta_net import state_shape
-from slipstream.models.loader import LoadedModel, load_model
+from slipstream.models.loader import HAS_HEAD, LoadedModel, load_model
 from slipstream.text import Tokenizer
 from slipstream.text.grammar import Grammars
 
@@ -72,6 +72,8 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     tokenizer = Tokenizer.from_path(source)
     num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts
     draft_loaded, head = None, None
+    if config.draft == OWN and HAS_HEAD in loaded.notes:
+        loaded.notes.remove(HAS_HEAD)
     if num_drafts and isinstance(config.draft, str) and config.draft not in ("none", "ngram", "suffix"):
         try:
             head = load_head(

@@ -24,6 +24,7 @@ from slipstream.models.weights import WeightBuilder, WeightSource
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+HAS_HEAD = 'the checkpoint has a prediction head (mtp.*); draft="mtp" drafts with it'
 # Tensors that old exporters wrote although they follow from the config.
 _DERIVED = ("rotary_emb.inv_freq",)
 
@@ -165,7 +166,7 @@ def _load_folder(
     there = [part for part in unused if any(name.startswith(part) for name in source.names())]
     aside = [part for part in there if part != "mtp."]
     if "mtp." in there:
-        notes.append('the checkpoint has a prediction head (mtp.*); draft="mtp" drafts with it')
+        notes.append(HAS_HEAD)
     if aside:
         notes.append(f"tensors of other parts of the checkpoint are left aside: {', '.join(p + '*' for p in aside)}")
     has_tokenizer = (folder / _TOKENIZER_FILES[0]).is_file()

@@ -19,7 +19,7 @@ from slipstream.draft.mtp_model import load_mtp, parse_mtp
 from slipstream.errors import ConfigError, ModelLoadError, SlipstreamError, UnsupportedError
 from slipstream.kernels.eagle import join_norms
 from slipstream.models.config import read_json
-from slipstream.models.loader import load_model
+from slipstream.models.loader import HAS_HEAD, load_model
 from tests.support.kit import tiny_model_dir
 from tests.support.mtp import MTPFormula, add_mtp, mtp_tensors, write_mtp
 
@@ -114,7 +114,7 @@ def test_the_engine_drafts_what_the_formula_drafts(target: Path, page_size: int,
         outs += llm.generate(again, params)
         assert llm.stats()["counters"]["cached_prompt_tokens"] >= 4 * 16
         llm.check_idle()
-        assert llm.resolved["draft"] == "MTPDrafter"
+        assert llm.resolved["draft"] == "MTPDrafter" and HAS_HEAD not in llm.notes
     assert len(seen) >= sum(o.spec.rounds for o in outs) > 60
     with torch.inference_mode():
         for tokens, drafts, state in seen[::4]:
@@ -280,9 +280,7 @@ def test_a_head_that_is_not_loaded_needs_no_memory(tmp_path: Path) -> None:
     target = add_mtp(tiny_model_dir(tmp_path / "t", arch="qwen3"))
     tensors = load_file(target / "model.safetensors")
     need = 4 * sum(t.numel() for name, t in tensors.items() if not name.startswith("mtp."))
-    assert load_model(target, memory_bytes=need).notes == [
-        'the checkpoint has a prediction head (mtp.*); draft="mtp" drafts with it'
-    ]
+    assert load_model(target, memory_bytes=need).notes == [HAS_HEAD]
     with pytest.raises(ConfigError, match="use a smaller model"):
         load_model(target, memory_bytes=need - 1)
 
@@ -292,6 +290,6 @@ def test_a_whole_model_with_a_head_is_a_draft_model(tmp_path: Path) -> None:
     target = add_mtp(tiny_model_dir(tmp_path / "t", arch="qwen3", seed=1))
     assert kind_of(read_json(target / "config.json"), target) is None
     with LLM(str(target), draft=str(target), max_model_len=64) as llm:
-        assert llm.resolved["draft"] == "StandaloneDrafter"
+        assert llm.resolved["draft"] == "StandaloneDrafter" and HAS_HEAD in llm.notes
         with pytest.raises(SlipstreamError, match="takes no option"):
             LLM(str(target), draft="mtp", draft_options={"min_n": 1}, max_model_len=64)

@@ -50,6 +50,8 @@ from slipstream.types import SamplingParams, TokenEvent
 
 STACKS = "stacks"
 """File in the folder of the socket to which the engine process writes its stacks when it is asked to."""
+READ_SECONDS = 0.005
+"""Most time spent reading the engine's messages before what they brought is written out."""
 STATS_SECONDS = 5.0
 """How long a statistics request may take: the engine answers between two launches."""
 
@@ -104,13 +106,23 @@ class Flight:
         self._queue.put_nowait(item)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, StreamChunk]]:
+        async for items in self.batches():
+            for item in items:
+                yield item
+
+    async def batches(self) -> AsyncIterator[list[tuple[int, StreamChunk]]]:
+        """The same, all that is there at once: who cannot keep up with the engine writes fewer, larger pieces."""
         while self._open:
-            item = await self._queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item[1].output is not None:
-                self._open -= 1
-            yield item
+            items = [await self._queue.get()]
+            while not self._queue.empty():
+                items.append(self._queue.get_nowait())
+            good = [item for item in items if not isinstance(item, Exception)]
+            self._open -= sum(chunk.output is not None for _, chunk in good)
+            if good:
+                yield good
+            for item in items:
+                if isinstance(item, Exception):
+                    raise item
 
     def close(self) -> None:
         for name in self._names:
@@ -270,7 +282,11 @@ class EngineClient:
             self._die("a message of the engine could not be read")
 
     async def _read_all(self) -> None:
+        turn = time.monotonic()
         while True:
+            if time.monotonic() - turn > READ_SECONDS:
+                await asyncio.sleep(0)  # recv does not suspend while messages are there: others want to write them out
+                turn = time.monotonic()
             message = decode_down(await self._socket.recv())
             if not isinstance(message, Stats):  # those come from an engine that only answers, too
                 self._progress = time.monotonic()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 from starlette.responses import Response
 
 from slipstream.errors import EngineDeadError, SlipstreamError
-from slipstream.outputs import RequestOutput
+from slipstream.outputs import RequestOutput, StreamChunk
 from slipstream.server.engine_client import AnswerFailedError, Flight
 from slipstream.server.protocol import StreamOptions
 from slipstream.server.replies import Shape, as_json, error_body
@@ -76,7 +76,8 @@ class EventStream(Response):
     async def _write(self, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for data in self._events():
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+            if data:  # a chunk may show nothing yet
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[bytes]:
@@ -88,15 +89,8 @@ class EventStream(Response):
             for index in range(choices):
                 yield _event(self._shape.said(index))
         try:
-            async for index, chunk in self._flight:
-                if chunk.finish_reason == "error":
-                    yield _event(error_body("this answer failed; others are not affected", "server_error"))
-                self._shown += len(chunk.token_ids)
-                piece = self._shape.piece(index, chunk)
-                if piece is not None:
-                    if self._options.continuous_usage_stats:
-                        piece["usage"] = self._so_far()
-                    yield _event(piece)
+            async for items in self._flight.batches():
+                yield b"".join([event for item in items for event in self._pieces(*item)])
         except EngineDeadError:
             yield _event(error_body("the engine stopped; the answer is not complete", "server_error", code="dead"))
             return
@@ -107,6 +101,16 @@ class EventStream(Response):
         if self._options.include_usage:
             yield _event(self._shape.last(self._flight.outputs))
         yield DONE
+
+    def _pieces(self, index: int, chunk: StreamChunk) -> Iterator[bytes]:
+        if chunk.finish_reason == "error":
+            yield _event(error_body("this answer failed; others are not affected", "server_error"))
+        self._shown += len(chunk.token_ids)
+        piece = self._shape.piece(index, chunk)
+        if piece is not None:
+            if self._options.continuous_usage_stats:
+                piece["usage"] = self._so_far()
+            yield _event(piece)
 
     def _so_far(self) -> dict[str, int]:
         prompt = sum(len(p.ids) for p in self._flight.prompts)

@@ -13,7 +13,7 @@ for extra in ("zmq", "msgspec", "prometheus_client"):
 from slipstream.answers import Limits, Prepared
 from slipstream.errors import EngineDeadError
 from slipstream.server.engine_client import AnswerFailedError, EngineClient, QueueFullError
-from slipstream.server.messages import Abort, Add, Ready, decode_up
+from slipstream.server.messages import Abort, Add, Progress, Ready, decode_up, encode
 from slipstream.text import Tokenizer
 from slipstream.types import SamplingParams, TokenEvent
 
@@ -71,5 +71,52 @@ def test_the_queue_is_bounded_and_death_ends_all() -> None:
         with pytest.raises(EngineDeadError, match="gone"):
             engine.submit([REQUEST])
         assert engine.died.is_set() and engine._children == 0
+
+    asyncio.run(scenario())
+
+
+def test_chunks_that_wait_are_handed_out_together_and_an_error_after_them() -> None:
+    async def scenario() -> None:
+        engine, sent = client()
+        flight = engine.submit([REQUEST])
+        name = sent[0].request.request_id
+        for token in (7, 8):
+            engine._take(TokenEvent(name, 0, (token,)))
+        engine._die("gone")
+        got = []
+        with pytest.raises(EngineDeadError, match="gone"):
+            async for items in flight.batches():
+                got.append([token for _, chunk in items for token in chunk.token_ids])
+        assert got == [[7, 8]]
+
+        engine, sent = client()
+        flight = engine.submit([REQUEST])
+        name = sent[0].request.request_id
+        engine._take(TokenEvent(name, 0, (7,)))
+        batches = aiter(flight.batches())
+        assert [chunk.token_ids for _, chunk in await anext(batches)] == [[7]]
+        engine._take(TokenEvent(name, 0, (8, 9), finish_reason="length"))
+        assert [chunk.token_ids for _, chunk in await anext(batches)] == [[8, 9]]
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_never_pauses_does_not_keep_others_from_writing() -> None:
+    """recv of a socket that always has a message never suspends."""
+
+    async def scenario() -> None:
+        engine, _ = client()
+        data = encode(Progress())
+
+        async def recv() -> bytes:
+            return data
+
+        engine._socket = type("Full", (), {"recv": staticmethod(recv)})
+        reading = asyncio.create_task(engine._read())
+        for _ in range(3):  # each turn of the loop comes back to this task
+            await asyncio.wait_for(asyncio.sleep(0), 5)
+        reading.cancel()
 
     asyncio.run(scenario())

@@ -24,13 +24,15 @@ MAX_SALT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What an engine can take. num_drafts: drafts per round it makes. eos_ids: ids that end a sequence."""
+    """What an engine can take. num_drafts: drafts per round it makes. eos_ids: ids that end a sequence.
+    processors: names of custom ones."""
 
     vocab_size: int
     max_model_len: int
     max_stop_ids: int
     num_drafts: int
     eos_ids: tuple[int, ...]
+    processors: tuple[str, ...] = ()
 
     def stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         """Every id that ends the request on the device."""
@@ -105,6 +107,10 @@ def prepare(
     for i in params.stop_token_ids:
         if i >= vocab:
             raise InvalidRequestError(f"stop token id {i} must be below the vocabulary size {vocab}")
+    for name in params.logits_processors or ():
+        if name not in limits.processors:
+            known = ", ".join(limits.processors) or "it has none"
+            raise InvalidRequestError(f"logits_processors {name[:40]!r} is not one of the engine's: {known}")
     for i in params.logit_bias or ():
         if i >= vocab:
             raise InvalidRequestError(f"logit_bias token id {i} must be below the vocabulary size {vocab}")

@@ -29,6 +29,7 @@ from slipstream.memory.kv import KVPages
 from slipstream.memory.states import StatePool, StateShape
 from slipstream.models.delta_net import state_shape
 from slipstream.models.loader import HAS_HEAD, LoadedModel, load_model
+from slipstream.sampling.custom import load_processors
 from slipstream.text import Tokenizer
 from slipstream.text.grammar import Grammars
 
@@ -122,13 +123,14 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         windows = WindowLayers.of(model.config.windows, kept)
     workspace = _workspace(device, engine, shape, kv_models)
     drafter = _drafter(config, engine, draft_loaded, head, shape, device, real, workspace) if num_drafts else None
+    processors = load_processors(config.processors, model.config.vocab_size)
     state = SlotState(
         max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
         num_drafts=num_drafts, chunk_rows=max(engine.prefill_chunk, engine.prefill_chunk_busy, *engine.prefill_tiers),
         widest_frame=max(engine.slot_buckets, default=0), max_stop_ids=engine.max_stop_ids,
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None, tree=shape is not None,
-        saved_states=0 if recurrent is None else engine.saved_places, windows=windows is not None,
-        scheduled=engine.confidence_schedule,
+        processors=tuple(processors), saved_states=0 if recurrent is None else engine.saved_places,
+        windows=windows is not None, scheduled=engine.confidence_schedule,
     )  # fmt: skip
     cuts = isinstance(drafter, ConfidentDrafter) and drafter.cuts
     # With one frame in flight and exact rows every draft that is offered gets its row.
@@ -137,7 +139,8 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,
         block=config.verifier == "block", fused=_fused(model, kv, workspace), workspace=workspace, tree=shape,
-        catch_up=_catch_up(drafter, state, engine, model), states=states, windows=windows,
+        catch_up=_catch_up(drafter, state, engine, model), processors=processors,
+        states=states, windows=windows,
     )  # fmt: skip
     graphs = _graphs(config, frame, engine, device, progress)
     report = graphs.report if graphs is not None else None
@@ -165,6 +168,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         "kv_bytes": kv.nbytes,
         "window_kv": _window_report(model, engine, windowed),
         "state_bytes": 0 if states is None else states.nbytes,
+        "processors": list(processors),
         "sampling_bytes": frame.logit_stages.nbytes,
         "capture": None if report is None else asdict(report),
         **{f: getattr(engine, f) for f in engine.__dataclass_fields__},
@@ -174,7 +178,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         model=model, tokenizer=tokenizer, tokenizer_source=source, generation_config=loaded.generation_config,
         limits=Limits(
             vocab_size=model.config.vocab_size, max_model_len=engine.max_model_len, max_stop_ids=engine.max_stop_ids,
-            num_drafts=engine.num_drafts, eos_ids=eos_ids,
+            num_drafts=engine.num_drafts, processors=tuple(processors), eos_ids=eos_ids,
         ),
         grammars=Grammars(tokenizer, vocab_size=model.config.vocab_size, eos_ids=eos_ids),
         engine_config=engine,

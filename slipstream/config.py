@@ -220,6 +220,7 @@ class LLMConfig:
     same from run to run, where on a CPU the choice follows measured times, and n-gram drafts have a gate of their own.
     confidence_schedule: every frame verifies as many drafts as pay, the likeliest of all requests by the confidences of
     a DSpark draft; all of them while rows cost nothing. Frames are timed for it at start-up.
+    processors: custom logits processors (sampling/custom.py), names of entry points or functions by name.
     verifier: how drafts that were sampled are judged in unseeded requests, "chain"
     or "block" (which accepts at least as much); both keep the target's law.
     """
@@ -258,6 +259,7 @@ class LLMConfig:
     adaptive: bool = False
     confidence_schedule: bool = False
     verifier: str = "chain"
+    processors: Any = ()
 
     @classmethod
     def from_options(cls, **options: Any) -> LLMConfig:

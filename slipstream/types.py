@@ -8,18 +8,18 @@ how many tokens come out) is decided by device state.
 from __future__ import annotations
 
 import enum
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.errors import InvalidRequestError, UnsupportedError
-from slipstream.logprobs import MAX_LOGPROBS, FrameLogprobs, TokenLogprob
-from slipstream.structured import StructuredOutputsParams
+from slipstream.logprobs import FrameLogprobs, TokenLogprob
+from slipstream.params import MAX_DRAFTS as MAX_DRAFTS  # noqa: PLC0414 (it is part of this module)
+from slipstream.params import MAX_LOGIT_BIAS as MAX_LOGIT_BIAS  # noqa: PLC0414 (it is part of this module)
+from slipstream.params import SamplingParams as SamplingParams  # noqa: PLC0414 (it is part of this module)
 
 MAX_STOP_IDS = 16
 """Stop token ids of a request, end-of-sequence ids included. A model that has more than half of these of its own gets
@@ -28,174 +28,8 @@ a wider table, see `EngineConfig.max_stop_ids`."""
 MIN_TEMPERATURE = 1e-5
 """Temperatures between 0 and this are raised to it, so that scaled logits stay finite in float32."""
 
-MAX_DRAFTS = 31
-"""Most drafts per slot and frame; the widest row tier is one more."""
-
 MAX_TREE_NODES = 64
 """Most nodes of a draft tree, the root included: its rows see one another by the bits of an int64."""
-
-MAX_LOGIT_BIAS = 300
-"""Token ids that a request may bias: the width of a table on the device, one row per slot."""
-
-_NOT_BUILT: dict[str, Any] = {
-    "bad_words": None,
-    "logits_processors": None,
-    "best_of": None,
-    "use_beam_search": False,
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How one request is sampled. Names and defaults are vLLM's.
-
-    temperature 0 is greedy. `seed` makes the output reproducible: it is then the same for every
-    drafter, batch, number of drafts and run-ahead. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off.
-    Filters apply in the order min-p, top-k, top-p, each on the renormalised rest. Before the temperature, in this
-    order: repetition_penalty divides positive and multiplies other logits of tokens that stand in the prompt or the
-    output; frequency_penalty is taken off once per time that a token stands in the output, presence_penalty once if it
-    does; logit_bias (at most MAX_LOGIT_BIAS ids) is added. All of it holds for greedy requests too.
-    logprobs: each output token's log-probability, and those of so many of the likeliest (at most MAX_LOGPROBS), of the
-    model's own logits, before any of the above. prompt_logprobs: the same for the prompt, which is then read without
-    the prefix cache.
-    speculative: most drafts per round for this request, "off" (or 0) for none; None: as many as the engine makes. It
-    decides speed only.
-    structured_outputs: what the answer's text must look like, a StructuredOutputsParams or a mapping of its fields;
-    guided_decoding is its older name. Tokens that a grammar forbids are masked before the temperature; where it allows
-    nothing but the end, that wins over min_tokens.
-
-    Raises InvalidRequestError for values outside the limits, UnsupportedError for fields not built yet.
-    """
-
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    speculative: int | str | None = None
-    structured_outputs: StructuredOutputsParams | None = None
-    guided_decoding: StructuredOutputsParams | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[Any, float] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    # Known from other engines, refused by name until they are built.
-    bad_words: Any = None
-    logits_processors: Any = None
-    best_of: Any = None
-    use_beam_search: bool = False
-
-    def __post_init__(self) -> None:
-        for name, off in _NOT_BUILT.items():
-            if getattr(self, name) != off:
-                raise UnsupportedError(f"{name}={getattr(self, name)!r} is not supported yet; leave it at {off!r}")
-        if self.guided_decoding is not None:
-            if self.structured_outputs is not None:
-                raise InvalidRequestError("structured_outputs and guided_decoding are one thing; leave one out")
-            object.__setattr__(self, "structured_outputs", self.guided_decoding)
-            object.__setattr__(self, "guided_decoding", None)
-        if self.structured_outputs is not None:
-            object.__setattr__(self, "structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
-        _whole("n", self.n, 1, 128)
-        _real("temperature", self.temperature, 0.0, 100.0)
-        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _whole("top_k", self.top_k, -1, 2**31 - 1)
-        _real("min_p", self.min_p, 0.0, 1.0)
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), 2**64 - 1)
-        if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _whole("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.speculative not in (None, "off"):
-            if isinstance(self.speculative, str):
-                raise InvalidRequestError(f'speculative={self.speculative!r} must be "off" or a number of drafts')
-            _whole("speculative", self.speculative, 0, MAX_DRAFTS)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequestError(f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        for s in stops:
-            if not isinstance(s, str) or not s:
-                raise InvalidRequestError(f"stop={s!r} must be a non-empty string")
-        if len(stops) > 16:
-            raise InvalidRequestError(f"stop has {len(stops)} strings; the limit is 16")
-        ids = tuple(self.stop_token_ids or ())
-        for i in ids:
-            _whole("stop_token_ids", i, 0, 2**31 - 1)
-        object.__setattr__(self, "stop", stops)
-        object.__setattr__(self, "stop_token_ids", ids)
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def penalized(self) -> bool:
-        """Whether what has been said counts: some penalty is on."""
-        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
-
-    @property
-    def num_drafts(self) -> int | None:
-        """`speculative` as a number: 0 for "off", None for the engine's."""
-        return None if self.speculative is None else 0 if self.speculative == "off" else int(self.speculative)
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SamplingParams:
-        """As the constructor, but an unknown key is an InvalidRequestError that names it."""
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise InvalidRequestError(f"{name!r} is not a sampling parameter")
-        return cls(**values)
-
-
-def _whole(name: str, value: object, low: int, high: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise InvalidRequestError(f"{name}={value!r} must be a whole number")
-    if not low <= int(value) <= high:
-        raise InvalidRequestError(f"{name}={value} must be between {low} and {high}")
-
-
-def _real(name: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.floating, np.integer)):
-        raise InvalidRequestError(f"{name}={value!r} must be a number")
-    x = float(value)
-    if math.isnan(x) or not low <= x <= high or (open_low and x == low):
-        edge = "above" if open_low else "at least"
-        raise InvalidRequestError(f"{name}={value} must be {edge} {low:g} and at most {high:g}")
-
-
-def _biases(given: Any) -> dict[int, float] | None:
-    """Token id -> bias; ids as text, as JSON has them, become numbers."""
-    if given is None:
-        return None
-    if not isinstance(given, Mapping):
-        raise InvalidRequestError(f"logit_bias of type {type(given).__name__} must map token ids to numbers")
-    if len(given) > MAX_LOGIT_BIAS:
-        raise InvalidRequestError(f"logit_bias has {len(given)} entries; the limit is {MAX_LOGIT_BIAS}")
-    biases: dict[int, float] = {}
-    for key, value in given.items():
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
-        _whole("logit_bias token id", token, 0, 2**31 - 1)
-        _real(f"logit_bias[{token}]", value, -100.0, 100.0)
-        biases[int(token)] = float(value)
-    return biases or None
 
 
 class VerifyMode(enum.IntEnum):
@@ -321,8 +155,8 @@ class FramePlan(NamedTuple):
     catch_up: before it, the drafter reads what its slots have committed in frames without drafting.
     sampled / filtered: some decode or prefill-last slot is not greedy / uses top-k, top-p or min-p.
     rejection / coupled: some slot uses that verification mode. min_tokens: some slot bans stop ids.
-    penalties / biases: some slot has a penalty, a logit_bias. logprobs: some slot asks for them, of its output;
-    prompt_logprobs: some prompt of the chunk does.
+    penalties / biases / custom: some slot has a penalty, a logit_bias, a custom processor. logprobs: some slot asks
+    for them, of its output; prompt_logprobs: some prompt of the chunk does.
     """
 
     seq: int
@@ -350,6 +184,7 @@ class FramePlan(NamedTuple):
     min_tokens: bool = False
     penalties: bool = False
     biases: bool = False
+    custom: bool = False
     logprobs: bool = False
     prompt_logprobs: bool = False
     masks: tuple[Masks, ...] = ()
@@ -358,7 +193,7 @@ class FramePlan(NamedTuple):
     @property
     def adjusted(self) -> bool:
         """Whether logits are changed between the target and the temperature, in greedy rows too."""
-        return self.penalties or self.biases or self.masked
+        return self.penalties or self.biases or self.custom or self.masked
 
     @property
     def stages(self) -> Stages:

@@ -6,6 +6,7 @@ ones here, on the host.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -29,6 +30,7 @@ class ControlWriter:
         self.offset = dict(offset)
         self.stride = {name: (shape[1] if len(shape) > 1 else 1) for name, shape in shapes.items()}
         self.num_drafts = num_drafts
+        self.processors = [name.removeprefix("custom ") for name in offset if name.startswith("custom ")]
         self._decode: tuple[int, ...] = ()
         self._cells: list[IntArray] = []
         self._values: list[IntArray] = []
@@ -105,6 +107,9 @@ class ControlWriter:
             ("prompt_logprobs", 0 if of_prompt is None else of_prompt + 1),
         ):
             self._put(name, a.slot, (value,))
+        asked = params.logits_processors or {}
+        for name in self.processors:
+            self._put(f"custom {name}", a.slot, (bits(asked.get(name, math.nan)),))
         if params.logit_bias:
             self._put("bias_id", a.slot, tuple(params.logit_bias))
             self._put("bias_value", a.slot, [bits(x) for x in params.logit_bias.values()])

@@ -5,7 +5,7 @@ A function of device state only. Python here branches on the plan (host facts), 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ from slipstream.kernels.sample import argmax_rows, race_rows, row_threshold
 from slipstream.kernels.schedule import allot, allot_drafts, offer_scheduled, offer_with_survivals
 from slipstream.memory.kv import KVPages
 from slipstream.memory.states import StatePool
+from slipstream.sampling.custom import Processor
 from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
 from slipstream.types import RECORD_COLUMNS, FramePlan, Stages
@@ -106,6 +107,7 @@ class Frame:
         workspace: Workspace | None = None,
         tree: TreeShape | None = None,
         catch_up: CatchUp | None = None,
+        processors: Mapping[str, Processor] | None = None,
         states: StatePool | None = None,
         windows: WindowLayers | None = None,
     ) -> None:
@@ -125,7 +127,7 @@ class Frame:
         self.taps = drafter.taps if drafter is not None else ()
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.laws = state.laws() if self.kernels else None
-        self.logit_stages = LogitStages(state, model.config.vocab_size, kernels=self.kernels)
+        self.logit_stages = LogitStages(state, model.config.vocab_size, kernels=self.kernels, processors=processors)
         self.cache = TargetCache(
             kv, state, heads_per_kv=model.config.num_heads // model.config.num_kv_heads, windows=windows,
             workspace=workspace,

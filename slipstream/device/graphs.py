@@ -249,7 +249,7 @@ def _with(plan: FramePlan, stages: Stages) -> FramePlan:
     some, every = stages > Stages.GREEDY, stages is Stages.ALL
     return plan._replace(
         sampled=some, filtered=some, rejection=some, coupled=some, min_tokens=some, penalties=every, biases=every,
-        logprobs=every, masked=every,
+        custom=every, logprobs=every, masked=every,
     )  # fmt: skip
 
 

@@ -1,14 +1,14 @@
 """What only some requests ask of a frame's logits, between the target and the temperature. One path for all frames.
 
-The order, for each row: penalties, biases, a grammar's mask; then, where all logits are sampled (device/frame.py,
-kernels/sample.py), the ban on stop ids, temperature and filters. Log-probabilities are of the logits before all that. A
-row is treated as plain decoding treats its position: a draft counts the drafts before it as said. Every token that a
-round commits is counted at its end, the first one of a prompt too.
+The order, for each row: penalties, biases, custom processors, a grammar's mask; then, where all logits are sampled
+(device/frame.py, kernels/sample.py), the ban on stop ids, temperature and filters. Log-probabilities are of the logits
+before all that. A row is treated as plain decoding treats its position: a draft counts the drafts before it as said.
+Every token that a round commits is counted at its end, the first one of a prompt too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from slipstream.device.state import SlotState
 from slipstream.kernels import adjust as ops
 from slipstream.kernels.logprobs import token_logprobs
 from slipstream.logprobs import PROMPT_ROWS, TOKEN_COLUMNS
+from slipstream.sampling.custom import Processor, ProcessorRows
 from slipstream.types import RECORD_COLUMNS, FramePlan
 
 
@@ -28,8 +29,10 @@ class LogitStages:
     prompt_at on for rows of a chunk. What a launch writes there is copied down before the next one.
     """
 
-    def __init__(self, state: SlotState, vocab: int, *, kernels: bool) -> None:
-        self.state, self.kernels = state, kernels
+    def __init__(
+        self, state: SlotState, vocab: int, *, kernels: bool, processors: Mapping[str, Processor] | None = None
+    ) -> None:
+        self.state, self.kernels, self.processors = state, kernels, dict(processors or {})
         self.masks = MaskTable(state, vocab)
         self.tally_SV = torch.zeros(state.active_S.shape[0], vocab, dtype=torch.int32, device=state.device)
         self.ends_at = state.decode_B.shape[0] * (state.num_drafts + 1)
@@ -63,9 +66,29 @@ class LogitStages:
             self.tally_SV, *self._penalties(), state.bias_count_S, state.bias_id_SN, state.bias_value_SN,
             plan.penalties, plan.biases,
         )  # fmt: skip
+        if plan.custom:
+            out_RV = self._customize(slot_R, cell_R, out_RV)
         if plan.masked:
             self.masks.apply(slot_R, cell_R, out_RV, kernels=self.kernels)
         return out_RV
+
+    def _customize(self, slot_R: Tensor, cell_R: Tensor, logits_RV: Tensor) -> Tensor:
+        """Custom processors one after the other, each for the rows whose requests ask for it."""
+        state = self.state
+        node_R = (cell_R - state.committed_S[slot_R]).clamp(0, state.pending_SW.shape[1] - 1)
+        depth_R = state.depth_SW[slot_R, node_R] if state.tree else node_R
+        position_R = state.committed_S[slot_R] + depth_R + 1
+        # The first row of a round stands at the last token that history has; a prompt's end knows no other.
+        last_R = state.history_SL[slot_R, state.committed_S[slot_R]]
+        token_R = torch.where(node_R == 0, last_R, state.pending_SW[slot_R, node_R])
+        for name, function in self.processors.items():
+            argument_R = state.custom_S[name][slot_R]
+            rows = ProcessorRows(
+                argument_R=argument_R, position_R=position_R, prompt_len_R=state.prompt_len_S[slot_R], token_R=token_R
+            )
+            asked_R1 = (argument_R == argument_R)[:, None]  # NaN where nobody asks
+            logits_RV = torch.where(asked_R1, function(logits_RV.clone(), rows), logits_RV)
+        return logits_RV
 
     def committed(
         self, plan: FramePlan, slot_B: Tensor, record_BC: Tensor, raw_RV: Tensor, row_BW: Tensor, at: int

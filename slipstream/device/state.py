@@ -8,6 +8,7 @@ float64 bit patterns in the same arena.
 from __future__ import annotations
 
 import itertools
+import math
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class SlotState:
     alternatives wanted plus one, 0 for none.
     masked_S: 1 where a grammar decides, its masks are in device/masks.py.
     survival_SK: of the drafts, where verification is scheduled by confidence (kernels/schedule.py), else None.
+    custom_S: the argument of each custom processor, NaN where it is not asked for.
     draft_q: the drafters' probabilities [S, K, V], or None while drafts are certain (one-hot).
     table_SP: page ids by position // page_size, 0 (the sink) where none. window_table_SP: those of layers with a
     sliding window, None without such layers; entries behind a slot's window mean nothing.
@@ -53,6 +55,7 @@ class SlotState:
         real: torch.dtype = torch.float32,
         draft_vocab: int | None = None,
         tree: bool = False,
+        processors: tuple[str, ...] = (),
         saved_states: int = 0,
         windows: bool = False,
         scheduled: bool = False,
@@ -84,6 +87,7 @@ class SlotState:
             "frequency": (s,),
             "logprobs": (s,),
             "prompt_logprobs": (s,),
+            **{f"custom {name}": (s,) for name in processors},
             "bias_count": (s,),
             "bias_id": (s, MAX_LOGIT_BIAS),
             "bias_value": (s, MAX_LOGIT_BIAS),
@@ -143,6 +147,7 @@ class SlotState:
         self.presence_S = view("presence").view(torch.float64)
         self.frequency_S = view("frequency").view(torch.float64)
         self.logprobs_S, self.prompt_logprobs_S = view("logprobs"), view("prompt_logprobs")
+        self.custom_S = {name: view(f"custom {name}").view(torch.float64).fill_(math.nan) for name in processors}
         self.bias_count_S, self.bias_id_SN = view("bias_count"), view("bias_id")
         self.bias_value_SN = view("bias_value").view(torch.float64)
         self.decode_B = view("decode")

@@ -40,6 +40,7 @@ class _Flags(NamedTuple):
     min_tokens: bool
     penalties: bool
     biases: bool
+    custom: bool
     logprobs: bool
     masked: bool
 
@@ -54,6 +55,7 @@ class _Flags(NamedTuple):
             min_tokens=any(s.request.params.min_tokens > 0 for s in sampling),
             penalties=any(s.request.params.penalized for s in sampling),
             biases=any(s.request.params.logit_bias is not None for s in sampling),
+            custom=any(s.request.params.logits_processors is not None for s in sampling),
             logprobs=any(s.request.params.logprobs is not None for s in sampling),
             masked=any(s.grammar is not None for s in sampling),
         )
@@ -230,6 +232,7 @@ class Scheduler:
             min_tokens=flags.min_tokens,
             penalties=flags.penalties,
             biases=flags.biases,
+            custom=flags.custom,
             logprobs=flags.logprobs,
             prompt_logprobs=any(s.reports_prompt for s, _ in spans),
             masks=masks_of(decoding, spans) if flags.masked else (),

@@ -343,6 +343,8 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "bias of a negative token": ({"logit_bias": {-1: 1}}, "logit_bias token id=-1"),
     "bias nan": ({"logit_bias": {1: float("nan")}}, r"logit_bias\[1\]=nan must be at least -100 and at most 100"),
     "bias out of range": ({"logit_bias": {"1": 101}}, r"logit_bias\[1\]=101"),
+    "processors a list of functions": ({"logits_processors": [len]}, "of type list must map names"),
+    "processor argument nan": ({"logits_processors": {"x": float("nan")}}, r"logits_processors\['x'\]=nan"),
     "logprobs above the table": ({"logprobs": 21}, "logprobs=21 must be between 0 and 20"),
     "logprobs a truth": ({"logprobs": True}, "logprobs=True"),
     "prompt logprobs negative": ({"prompt_logprobs": -1}, "prompt_logprobs=-1"),
@@ -350,7 +352,7 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "stop id negative": ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
 }
 NOT_BUILT = {
-    "bad_words": ["x"], "logits_processors": [len], "best_of": 2, "use_beam_search": True,
+    "bad_words": ["x"], "best_of": 2, "use_beam_search": True,
 }  # fmt: skip
 
 
@@ -382,6 +384,11 @@ BAD_REQUESTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "beyond the context": ([[1, 2]], {"max_tokens": CONTEXT - 1}, f"max_tokens={CONTEXT - 1} .* at most {CONTEXT - 2}"),
     "min beyond the context": ([[1]], {"min_tokens": 99, "max_tokens": None}, "min_tokens=99"),
     "stop id out of range": ([[1]], {"stop_token_ids": [VOCAB]}, f"stop token id {VOCAB}"),
+    "processor that is not there": (
+        [[1]],
+        {"logits_processors": {"x": 1}},
+        "'x' is not one of the engine's: it has none",
+    ),
     "bias out of the vocabulary": ([[1]], {"logit_bias": {VOCAB: 1}}, f"logit_bias token id {VOCAB}"),
     "too many stop ids": ([[1]], {"stop_token_ids": list(range(17))}, "17 stop token ids; the limit is 16"),
     "good and bad": ([[1], [2], [VOCAB]], {}, f"{VOCAB}"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.errors import InvalidRequestError
 from slipstream.outputs import Logprobs, RequestOutput
 from tests.support.equality_cells import TREE, model_dirs
 from tests.support.kit import VOCAB
@@ -156,4 +157,58 @@ def test_prompt_logprobs_of_a_cached_prefix_and_of_several_children(
                 assert child.token_ids == reference.continuation(prompt, s, i)
         assert beside.outputs[0].token_ids == reference.continuation(prompt, plain)
         assert llm.stats()["counters"]["cached_prompt_tokens"] > 0
+        llm.check_idle()
+
+
+def no_repeat(logits: Any, rows: Any) -> Any:
+    """Never the token before; and, from the third output token on, softer by the argument."""
+    late = rows.position_R - rows.prompt_len_R >= 2
+    soft = torch.where(late[:, None], logits / (1 + rows.argument_R[:, None].to(logits.dtype)), logits)
+    return soft.scatter(1, rows.token_R[:, None], -50.0)
+
+
+@pytest.mark.parametrize("drafter", ["none", "oracle", "oracle-tree"])
+def test_custom_processors(dirs: dict[str, Path], reference: DenseReference, drafter: str) -> None:
+    """Rows of requests that ask for it, at their own position and after their own token; the others are left alone."""
+
+    class Customized(DenseReference):
+        def logits(self, tokens: Any) -> Any:
+            logits = super().logits(tokens)
+            if self.argument is not None and len(tokens) - self.prompt_len >= 2:
+                logits = logits / (1 + self.argument)
+            if self.argument is not None:
+                logits[-1, tokens[-1]] = -50.0
+            return logits
+
+        def of(self, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+            self.argument = (params.logits_processors or {}).get("no_repeat")
+            self.prompt_len = len(prompt)
+            return DenseReference.continuation(self, prompt, params)
+
+    mine = Customized(reference.model)
+    law: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
+    params = [
+        SamplingParams(temperature=0.9, seed=1, logits_processors={"no_repeat": 0.5}, **law),
+        SamplingParams(temperature=0.9, seed=2, **law),
+        SamplingParams(temperature=0, logits_processors={"no_repeat": 0.0}, **law),
+    ]  # fmt: skip
+    prompts = [(5, 9, 31, 7), (8, 8), (77, 3, 60)]
+    want = []
+    for p, s in zip(prompts, params, strict=True):
+        mine._known.clear()
+        want.append(list(mine.of(p, s)))
+    known = dict(zip(prompts, want, strict=True))
+    oracle = planted_oracle(lambda r: known[r.prompt_token_ids], vocab=VOCAB)
+    draft = {"none": None, "oracle": oracle, "oracle-tree": oracle_tree(oracle)}[drafter]
+    with LLM(
+        model=str(dirs["target"]), dtype="float64", draft=draft, num_drafts=3 if drafter == "oracle" else None,
+        draft_tree=TREE if drafter == "oracle-tree" else None, max_model_len=64, max_slots=3,
+        processors={"no_repeat": no_repeat},
+    ) as llm:  # fmt: skip
+        outs = llm.generate([list(p) for p in prompts], params)
+        assert [o.outputs[0].token_ids for o in outs] == want
+        assert drafter == "none" or sum(o.spec.accepted for o in outs) > 0
+        assert llm.resolved["processors"] == ["no_repeat"]
+        with pytest.raises(InvalidRequestError, match="'other' is not one of the engine's: no_repeat"):
+            llm.generate([[1]], SamplingParams(logits_processors={"other": 1}))
         llm.check_idle()

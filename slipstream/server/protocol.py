@@ -23,21 +23,12 @@ MAX_CALLS = 128
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,), "chat_template": (),
-<<<<<<< HEAD
     "continue_final_message": (False,), "echo": (False,), "function_call": ("none",),
-    "functions": ([],), "logits_processors": ([],), "modalities": (["text"],), "prediction": (),
+    "functions": ([],), "modalities": (["text"],), "prediction": (),
     "prompt_embeds": (), "reasoning_effort": (),
     "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
     "chat_template_kwargs": ({},), "parallel_tool_calls": (True, False), "tool_choice": ("none",), "tools": ([],),
     "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (),
-=======
-    "chat_template_kwargs": ({},), "continue_final_message": (False,), "echo": (False,), "function_call": ("none",),
-    "functions": ([],), "guided_choice": (), "guided_decoding": (), "guided_grammar": (), "guided_json": (),
-    "guided_regex": (), "modalities": (["text"],), "prediction": (),
-    "prompt_embeds": (), "reasoning_effort": (), "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"), "store": (False,), "structured_outputs": (), "suffix": ("",),
-    "tool_choice": ("none",), "tools": ([],), "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (),
->>>>>>> 12b746b (Custom processors: tensor functions by entry point, checked when the engine is built, captured with the frame; parameters of requests in a module of their own)
     "web_search_options": (),
 }  # fmt: skip
 """Fields that other servers have: refused by name unless they say what is done anyway, one of these or null."""
@@ -67,7 +58,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float = 1.0
     logit_bias: dict[str, float] = {}
     prompt_logprobs: int | None = None
-<<<<<<< HEAD
+    logits_processors: dict[str, float] = {}
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_decoding: dict[str, Any] | None = None
@@ -75,9 +66,6 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Meta(max_length=MAX_CHOICES)] | None = None
     guided_grammar: str | None = None
-=======
-    logits_processors: dict[str, float] = {}
->>>>>>> 12b746b (Custom processors: tensor functions by entry point, checked when the engine is built, captured with the frame; parameters of requests in a module of their own)
     n: int = 1
     stop: str | Annotated[list[Annotated[str, Meta(max_length=MAX_STOP_CHARS)]], Meta(max_length=16)] = []
     stop_token_ids: Annotated[list[int], Meta(max_length=1024)] = []
@@ -271,13 +259,8 @@ def sampling(
         stop_token_ids=tuple(body.stop_token_ids), min_tokens=body.min_tokens, ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens, include_stop_str_in_output=body.include_stop_str_in_output,
         presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
-<<<<<<< HEAD
         repetition_penalty=body.repetition_penalty, logit_bias=body.logit_bias, structured_outputs=form,
-        **chosen,
-=======
-        repetition_penalty=body.repetition_penalty, logit_bias=body.logit_bias,
         logits_processors=body.logits_processors, **chosen,
->>>>>>> 12b746b (Custom processors: tensor functions by entry point, checked when the engine is built, captured with the frame; parameters of requests in a module of their own)
     )  # fmt: skip
 
 

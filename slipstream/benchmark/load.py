@@ -23,11 +23,16 @@ from slipstream.errors import ConfigError
 
 _clock = time.perf_counter
 DONE = "[DONE]"
+_DELTAS = ("content", "reasoning_content", "tool_calls")
+Prompt = str | list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where and how to ask. chat: messages, else plain completions. fields: more of the body, for every request."""
+    """Where and how to ask. chat: messages, else plain completions, which may have token ids as prompts.
+
+    fields: more of the body, for every request.
+    """
 
     url: str
     model: str
@@ -77,7 +82,7 @@ class Load:
 
 
 async def drive(
-    target: Target, load: Load, prompts: Sequence[str], seed: int, done: Callable[[], None] = lambda: None
+    target: Target, load: Load, prompts: Sequence[Prompt], seed: int, done: Callable[[], None] = lambda: None
 ) -> tuple[list[Sample], float]:
     """Ask every prompt once; the samples, and the seconds that all of it took."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=load.concurrency or 256)
@@ -92,9 +97,9 @@ async def drive(
 
 
 async def _closed(
-    http: httpx.AsyncClient, target: Target, clients: int, prompts: Sequence[str], done: Callable[[], None]
+    http: httpx.AsyncClient, target: Target, clients: int, prompts: Sequence[Prompt], done: Callable[[], None]
 ) -> list[Sample]:
-    todo: Iterator[str] = iter(prompts)
+    todo: Iterator[Prompt] = iter(prompts)
     samples: list[Sample] = []
 
     async def client() -> None:
@@ -107,10 +112,10 @@ async def _closed(
 
 
 async def _open(
-    http: httpx.AsyncClient, target: Target, rate: float, prompts: Sequence[str], rng: random.Random,
+    http: httpx.AsyncClient, target: Target, rate: float, prompts: Sequence[Prompt], rng: random.Random,
     done: Callable[[], None],
 ) -> list[Sample]:  # fmt: skip
-    async def one(prompt: str, at: float) -> Sample:
+    async def one(prompt: Prompt, at: float) -> Sample:
         await asyncio.sleep(max(0.0, at - _clock()))
         sample = await ask(http, target, prompt)
         done()
@@ -123,7 +128,7 @@ async def _open(
     return list(await asyncio.gather(*tasks))
 
 
-async def ask(http: httpx.AsyncClient, target: Target, prompt: str) -> Sample:
+async def ask(http: httpx.AsyncClient, target: Target, prompt: Prompt) -> Sample:
     """One streamed request. What goes wrong is in the sample, not raised."""
     body: dict[str, Any] = {
         "model": target.model, "stream": True, "stream_options": {"include_usage": True}, **target.fields,
@@ -164,7 +169,8 @@ def _read(sample: Sample, event: dict[str, Any]) -> None:
         return
     for choice in event.get("choices") or []:
         delta = choice.get("delta") or {}
-        if choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("tool_calls"):
+        shown = (*(choice.get(k) for k in ("text", "token_ids")), *(delta.get(k) for k in _DELTAS))
+        if any(shown):
             sample.last = _clock() - sample.sent
             if sample.ttft is None:
                 sample.ttft = sample.last

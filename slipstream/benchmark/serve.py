@@ -21,7 +21,7 @@ from slipstream.benchmark.accept import read_prompts
 from slipstream.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
-    from slipstream.benchmark.load import Load, Sample, Target
+    from slipstream.benchmark.load import Load, Prompt, Sample, Target
 
 MAX_REQUESTS = 100_000
 WORDS = (
@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=int, default=2, metavar="N", help="requests before the first point, not counted (default 2)")
     add("--prompts", metavar="FILE", help='JSON lines with "prompt" or "turns"; without: synthetic prompts')
     add("--input-len", type=int, default=128, metavar="N", help="words of a synthetic prompt (default 128)")
+    add(
+        "--token-ids",
+        type=int,
+        metavar="V",
+        help="prompts of random ids below V to /v1/completions, answers as ids too",
+    )
     add("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default 128)")
     add("--temperature", type=float, default=0.0, metavar="T", help="0, the default, is greedy")
     add("--seed", type=int, default=0, metavar="S", help="of synthetic prompts and of arrivals")
@@ -119,7 +125,14 @@ def _loads(args: argparse.Namespace) -> list[Load]:
     return loads
 
 
-def _prompts(args: argparse.Namespace) -> list[str]:
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    if args.token_ids is not None:
+        if args.prompts:
+            raise ConfigError("--token-ids makes its own prompts; leave --prompts out")
+        if not 2 <= args.token_ids <= 2**31 - 1:
+            raise ConfigError(f"--token-ids {args.token_ids} must be from 2 to {2**31 - 1}")
+        rng = random.Random(args.seed)
+        return [[rng.randrange(args.token_ids) for _ in range(args.input_len)] for _ in range(args.requests)]
     if args.prompts:
         found = [p.text for p in read_prompts(Path(args.prompts), None)]
         return [found[i % len(found)] for i in range(args.requests)]
@@ -135,6 +148,8 @@ def _target(args: argparse.Namespace) -> Target:
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"--url {args.url!r} must be such as http://127.0.0.1:8000")
     fields: dict[str, Any] = {"max_tokens": args.max_tokens, "temperature": args.temperature}
+    if args.token_ids is not None:
+        fields["return_token_ids"] = True
     if args.ignore_eos:
         fields["ignore_eos"] = True
     if args.extra:
@@ -147,7 +162,9 @@ def _target(args: argparse.Namespace) -> Target:
         fields |= extra
     key = args.api_key or os.environ.get("SLIPSTREAM_API_KEY") or None
     model = args.model or look_up(url, key)
-    return Target(url=url, model=model, chat=not args.completions, fields=fields, key=key)
+    return Target(
+        url=url, model=model, chat=not (args.completions or args.token_ids is not None), fields=fields, key=key
+    )
 
 
 def _delta(before: tuple[float, float] | None, after: tuple[float, float] | None) -> float | None:

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("httpx")
 
 from slipstream.benchmark import serve
-from slipstream.benchmark.load import Load, Sample, Target, draft_counts, drive
+from slipstream.benchmark.load import Load, Sample, Target, _read, draft_counts, drive
 from slipstream.cli import main
 
 GAP = 0.03
@@ -63,7 +63,7 @@ class Handler(BaseHTTPRequestHandler):
             script.auth.append(self.headers["authorization"])
             script.busy += 1
             script.most = max(script.most, script.busy)
-        text = body["messages"][0]["content"] if "messages" in body else body["prompt"]
+        text = str(body["messages"][0]["content"] if "messages" in body else body["prompt"])
         if text in script.bad:
             self.send_response(429)
             self.end_headers()
@@ -184,6 +184,18 @@ def test_the_command(script: Script, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "429" in done.err and "concurrency 2" in done.out and "1/3" in done.out
 
 
+def test_prompts_and_answers_as_token_ids(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "serve", "--url", script.url, "--concurrency", "1", "--requests", "2", "--warmup", "0"]
+    assert main([*words, "--token-ids", "50", "--input-len", "4"]) == 0
+    assert {b["path"] for b in script.bodies} == {"/v1/completions"} and all(
+        b["return_token_ids"] for b in script.bodies
+    )
+    assert all(len(b["prompt"]) == 4 and max(b["prompt"]) < 50 for b in script.bodies)
+    sample = Sample(sent=time.perf_counter())
+    _read(sample, {"choices": [{"text": "", "token_ids": [5, 6]}]})
+    assert sample.ttft is not None, "ids count where there is no text"
+
+
 def test_synthetic_prompts_follow_the_seed(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "serve", "--url", f"{script.url}/v1/", "--rate", "500", "--requests", "2", "--warmup", "0"]
     for seed in ("1", "1", "2"):
@@ -203,6 +215,8 @@ def test_synthetic_prompts_follow_the_seed(script: Script, capsys: pytest.Captur
         (["--rate", "1", "--requests", "0"], "--requests 0"),
         (["--rate", "1", "--prompts", "nowhere"], "'nowhere' is not a file"),
         (["--rate", "1", "--url", "ftp://x"], "--url 'ftp://x'"),
+        (["--rate", "1", "--token-ids", "1"], "--token-ids 1"),
+        (["--rate", "1", "--token-ids", "9", "--prompts", "x"], "leave --prompts out"),
         (["--rate", "1", "--extra", "{"], "--extra is not valid JSON"),
         (["--rate", "1", "--extra", "[]"], "--extra must be a JSON object"),
         (["--rate", "1", "--plot", "/nowhere/x.png"], "its folder does not exist"),

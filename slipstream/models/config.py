@@ -66,6 +66,28 @@ class DeltaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Layers of experts: how many there are, how many a row takes, their inner size and that of the shared one.
+
+    renormed: the chosen ones' weights sum to 1. layers: those that have experts.
+    """
+
+    number: int
+    chosen: int
+    size: int
+    shared_size: int
+    renormed: bool
+    layers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("number", "chosen", "size", "shared_size"):
+            if getattr(self, name) < 1:
+                raise ModelLoadError(f"model config: {name}={getattr(self, name)} of the experts must be above 0")
+        if self.chosen > self.number:
+            raise ModelLoadError(f"model config: num_experts_per_tok={self.chosen} is above num_experts={self.number}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape and options of one decoder-only model.
 
@@ -74,7 +96,8 @@ class ModelConfig:
     RoPE. eos_ids: the ids that end a sequence, those of `generation_config` where it names any.
     quantization: the checkpoint's `quantization_config`, or None. prefix: of the decoder's tensors. norm_offset: added
     to the stored gains of norms. output_gate: q_proj holds a gate beside each query. layer_types: FULL, WINDOW or DELTA
-    of each layer, empty where all are FULL. delta: the sizes of those. mtp_layers: prediction layers behind the last.
+    of each layer, empty where all are FULL. delta: the sizes of those. experts: of layers that have them. mtp_layers:
+    prediction layers behind the last.
     window: in WINDOW layers a token sees itself and the window - 1 tokens before it. rope_local: rotary positions of
     those layers, where they have their own. embedding_scale: embeddings are multiplied by it. query_scalar: attention
     scores are divided by its root; 0: by that of the head size. sandwich_norms: the results of attention and of the
@@ -102,6 +125,7 @@ class ModelConfig:
     output_gate: bool = False
     layer_types: tuple[str, ...] = ()
     delta: DeltaConfig | None = None
+    experts: ExpertsConfig | None = None
     mtp_layers: int = 0
     bos_token_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -237,6 +261,7 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
         layer_types=_layer_types(values) if hybrid else kinds,
         window=window if WINDOW in kinds else 0,
         delta=_delta(values) if hybrid else None,
+        experts=_experts(values) if hybrid else None,
         mtp_layers=_int(values, "mtp_num_hidden_layers", 0),
         bos_token_id=bos if isinstance(bos, int) else None,
         eos_ids=_ids(eos),
@@ -295,6 +320,26 @@ def _layer_types(values: Mapping[str, Any]) -> tuple[str, ...]:
             raise ModelLoadError(f"model config: full_attention_interval={every} must be above 0")
         return tuple(DELTA if (i + 1) % every else FULL for i in range(layers))
     return _kinds(values, layers, (FULL, DELTA))
+
+
+def _experts(values: Mapping[str, Any]) -> ExpertsConfig | None:
+    number, dense = _int(values, "num_experts", 0), values.get("mlp_only_layers") or []
+    step = _int(values, "decoder_sparse_step", 1)
+    if not isinstance(dense, list) or step < 1:
+        raise ModelLoadError(
+            f"model config: mlp_only_layers={dense!r} must be a list, decoder_sparse_step={step} above 0"
+        )
+    layers = tuple(i for i in range(_int(values, "num_hidden_layers")) if i not in dense and (i + 1) % step == 0)
+    if not number or not layers:
+        return None
+    return ExpertsConfig(
+        number=number,
+        chosen=_int(values, "num_experts_per_tok"),
+        size=_int(values, "moe_intermediate_size"),
+        shared_size=_int(values, "shared_expert_intermediate_size"),
+        renormed=bool(values.get("norm_topk_prob", True)),
+        layers=layers,
+    )
 
 
 def _delta(values: Mapping[str, Any]) -> DeltaConfig:

@@ -93,7 +93,11 @@ def decoder_shapes(c: ModelConfig) -> dict[str, tuple[int, ...]]:
         if c.sandwich_norms:
             shapes[p + "pre_feedforward_layernorm.weight"] = shapes[p + "post_feedforward_layernorm.weight"] = (h,)
         full = i in c.kv_layers
-        for name, rows, columns, bias in (*mlp, *(attention if full else _delta_linears(c))):
+        sparse = c.experts is not None and i in c.experts.layers
+        for name, rows, columns, bias in (
+            *(_expert_linears(c) if sparse else mlp),
+            *(attention if full else _delta_linears(c)),
+        ):
             shapes[f"{p}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{p}{name}.bias"] = (rows,)
@@ -111,4 +115,16 @@ def _delta_linears(c: ModelConfig) -> tuple[tuple[str, int, int, bool], ...]:
     assert c.delta is not None
     d, h, p = c.delta, c.hidden_size, "linear_attn."
     rows = {"qkv": d.channels, "a": d.value_heads, "b": d.value_heads, "z": d.values}
+    if c.architecture == "Qwen3NextForCausalLM":
+        rows = {"qkvz": d.channels + d.values, "ba": 2 * d.value_heads}
     return (*((f"{p}in_proj_{x}", n, h, False) for x, n in rows.items()), (p + "out_proj", h, d.values, False))
+
+
+def _expert_linears(c: ModelConfig) -> tuple[tuple[str, int, int, bool], ...]:
+    assert c.experts is not None
+    e, h = c.experts, c.hidden_size
+    sizes = {**{f"mlp.experts.{i}.": e.size for i in range(e.number)}, "mlp.shared_expert.": e.shared_size}
+    linears = [("mlp.gate", e.number, h, False), ("mlp.shared_expert_gate", 1, h, False)]
+    for p, f in sizes.items():
+        linears += [(p + "gate_proj", f, h, False), (p + "up_proj", f, h, False), (p + "down_proj", h, f, False)]
+    return tuple(linears)

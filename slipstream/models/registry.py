@@ -17,6 +17,7 @@ MODELS: dict[str, str] = {
     "MistralForCausalLM": "slipstream.models.llama:Llama",
     "Qwen2ForCausalLM": "slipstream.models.qwen2:Qwen2",
     "Qwen3ForCausalLM": "slipstream.models.qwen3:Qwen3",
+    "Qwen3NextForCausalLM": "slipstream.models.qwen3_next:Qwen3Next",
     "Qwen3_5ForCausalLM": "slipstream.models.qwen3_5:Qwen3_5",
     "Qwen3_5ForConditionalGeneration": "slipstream.models.qwen3_5:Qwen3_5",
 }

@@ -86,10 +86,17 @@ def test_a_fault_in_the_state_changes_the_output(
         run_cell(CELL, dirs, reference, dtype="float64")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "oracle", "mtp"])
-def test_golden_continuation(golden_dir: Path, dtype: str, drafter: str) -> None:
-    folder = golden_dir / "target_qwen3_5"
+@pytest.mark.parametrize(
+    ("case", "dtype", "drafter"),
+    [
+        ("qwen3_5", "float32", "none"), ("qwen3_5", "float32", "oracle"), ("qwen3_5", "float64", "ngram"),
+        ("qwen3_5", "float32", "mtp"),
+        ("qwen3_5", "float64", "mtp"),
+        ("qwen3_next", "float32", "ngram"), ("qwen3_next", "float32", "oracle"), ("qwen3_next", "float64", "oracle"),
+    ],
+)  # fmt: skip
+def test_golden_continuation(golden_dir: Path, case: str, dtype: str, drafter: str) -> None:
+    folder = golden_dir / f"target_{case}"
     expected = load_file(folder / "expected.safetensors")
     prompt, greedy = expected["prompt_ids"].tolist(), expected["greedy_ids"].tolist()
     draft: dict[str, Any] = {

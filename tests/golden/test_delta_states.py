@@ -17,7 +17,7 @@ from slipstream.models.delta_net import DeltaNet
 CLOSE = {"atol": 2e-4, "rtol": 1e-3}
 DRAFTS = 3
 SLOT = 2
-CASES = ("qwen3_5",)
+CASES = ("qwen3_5", "qwen3_next")
 
 
 class Layer:
@@ -96,7 +96,9 @@ class Layer:
         torch.testing.assert_close(got, want.to(got.dtype), atol=1e-3, rtol=1e-3)
 
 
-@pytest.fixture(scope="module", params=[(case, dtype) for case in CASES for dtype in ("float32", "float64")])
+@pytest.fixture(
+    scope="module", params=[(case, dtype) for case in CASES for dtype in ("float32", "float64")], ids="-".join
+)
 def layer(request: pytest.FixtureRequest, golden_dir: Path) -> Layer:
     return Layer(golden_dir, *request.param)
 

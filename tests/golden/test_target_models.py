@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from slipstream.attention.dense import DenseCausal
 from slipstream.models import LoadedModel, load_model
 
-CASES = ("target_llama", "target_qwen3", "target_gemma3", "target_qwen3_5")
+CASES = ("target_llama", "target_qwen3", "target_gemma3", "target_qwen3_5", "target_qwen3_next")
 CLOSE = {"atol": 2e-4, "rtol": 1e-4}
 HYBRID = {"atol": 1e-3, "rtol": 1e-3}
 
 
 def close(case: str) -> dict[str, float]:
-    return CLOSE if case != "target_qwen3_5" else HYBRID
+    return HYBRID if case in ("target_qwen3_5", "target_qwen3_next") else CLOSE
 
 
 def run(loaded: LoadedModel, tokens_R: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -129,9 +129,10 @@ def test_gpu_equals_cpu_with_and_without_graphs(model: str, sampling: dict[str, 
             assert generate(model, "cuda", params, **options) == want, options
 
 
+@pytest.mark.parametrize("case", ["qwen3_5", "qwen3_next"])
 @pytest.mark.parametrize("draft", [None, "ngram"])
-def test_golden_tokens(golden_dir: Path, draft: str | None) -> None:
-    folder = golden_dir / "target_qwen3_5"
+def test_golden_tokens(golden_dir: Path, case: str, draft: str | None) -> None:
+    folder = golden_dir / f"target_{case}"
     expected = load_file(folder / "expected.safetensors")
     prompt, want = expected["prompt_ids"].tolist(), expected["greedy_ids"].tolist()
     with LLM(model=str(folder), device="cuda", dtype="float32", max_slots=2, draft=draft) as llm:

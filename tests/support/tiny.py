@@ -18,6 +18,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
 }
 HYBRID: dict[str, Any] = {
@@ -29,6 +30,14 @@ HYBRID: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "norm_topk_prob": True,
 }
 
 GEMMA: dict[str, Any] = {
@@ -65,7 +74,8 @@ def tiny_values(arch: str = "llama", **changes: Any) -> dict[str, Any]:
         "eos_token_id": 2,
         "torch_dtype": "float32",
     }
-    values |= {"qwen3_5_text": HYBRID, "gemma3_text": GEMMA}.get(arch, {}) | changes
+    own = {"qwen3_5_text": HYBRID, "qwen3_next": HYBRID | EXPERTS, "gemma3_text": GEMMA}
+    values |= own.get(arch, {}) | changes
     return values
 
 

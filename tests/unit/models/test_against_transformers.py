@@ -45,6 +45,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
     ("qwen3_5_text", {}),
+    ("qwen3_next", {}),
+    ("qwen3_next", {"norm_topk_prob": False, "decoder_sparse_step": 2, "linear_num_key_heads": 1}),
     ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
 ]
 

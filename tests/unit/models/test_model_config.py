@@ -57,6 +57,17 @@ def test_the_text_part_of_a_config_with_encoders() -> None:
         ({"layer_types": ["full_attention", "mamba", "full_attention"]}, "'mamba'"),
         ({"full_attention_interval": 0}, "full_attention_interval=0"),
         ({"linear_num_key_heads": 3}, "linear_num_key_heads=3"),
+        ({"num_experts": 4, "num_experts_per_tok": 2}, "moe_intermediate_size"),
+        (
+            {
+                "num_experts": 2,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 8,
+                "shared_expert_intermediate_size": 8,
+            },
+            "num_experts_per_tok=3",
+        ),
+        ({"num_experts": 2, "decoder_sparse_step": 0}, "decoder_sparse_step=0"),
         ({"linear_key_head_dim": None}, "linear_key_head_dim"),
         ({"linear_value_head_dim": 0}, "value_dim=0"),
         ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor=0.2"),

@@ -4,9 +4,9 @@
 
 First `slipstream bench decode` (engine only, no text side), then `slipstream serve` with the same options and
 `slipstream bench serve` against it: for each concurrency c, c clients that begin together, each with a prompt of
-random ids and --output-len tokens. TPOT is the median over the clients, from their first token to their last, so that prompts
-that are read at the same time are in it for the first clients only. Server, client and engine are processes of one
-machine: on few cores they take the time from each other. Exit code 1 when a ratio is above --most.
+random ids and --output-len tokens. TPOT is the median over the clients, from their first token to their last, so that
+prompts that are read at the same time are in it for the first clients only. Server, client and engine are processes
+of one machine: on few cores they take the time from each other. Exit code 1 when a ratio is above --most.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ from slipstream.models.layers import swiglu
 from slipstream.models.linear import Dense, Linear
 from slipstream.models.weights import WeightBuilder, wide_dtype
 
+GATHERED = 1 << 26
+"""Numbers of weights that are copied at once where rows are not sorted by expert."""
+
 
 class SparseMLP:
     """Each row goes through its `chosen` likeliest experts, weighted by the router's softmax, and the shared one,
@@ -44,10 +47,8 @@ class SparseMLP:
 
     def _experts(self, x_RH: Tensor, expert_RC: Tensor) -> Tensor:
         """What each of a row's experts makes of it [R, C, H]."""
-        if x_RH.dtype == torch.float64:  # which the grouped product does not take
-            inner_RCF = swiglu(torch.einsum("rh,rchn->rcn", x_RH, self.gate_up_EKN[expert_RC]))
-            out_RCH: Tensor = torch.einsum("rcf,rcfh->rch", inner_RCF, self.down_EKN[expert_RC])
-            return out_RCH
+        if x_RH.dtype == torch.float64 or (x_RH.dtype == torch.float32 and x_RH.device.type == "cuda"):
+            return self._gathered(x_RH, expert_RC)  # the grouped product takes neither
         rows, chosen = expert_RC.shape
         order_G = expert_RC.flatten().argsort(stable=True)
         ones_G = torch.ones_like(order_G, dtype=torch.int32)
@@ -59,6 +60,15 @@ class SparseMLP:
         place_G = torch.empty_like(order_G).scatter_(0, order_G, torch.arange(len(order_G), device=x_RH.device))
         return out_GH[place_G].view(rows, chosen, -1)
 
+    def _gathered(self, x_RH: Tensor, expert_RC: Tensor) -> Tensor:
+        """The same, with a copy of the weights for every row, some rows at a time."""
+        per_row = expert_RC.shape[1] * self.gate_up_EKN[0].numel()
+        out = []
+        for x, expert in zip(*(t.split(max(1, GATHERED // per_row)) for t in (x_RH, expert_RC)), strict=True):
+            inner_RCF = swiglu(torch.einsum("rh,rchn->rcn", x, self.gate_up_EKN[expert]))
+            out.append(torch.einsum("rcf,rcfh->rch", inner_RCF, self.down_EKN[expert]))
+        return torch.cat(out)
+
     def bytes(self) -> int:
         """All experts': how many of them a pass reads depends on its rows."""
         stacked = sum(w.numel() * w.element_size() for w in (self.gate_up_EKN, self.down_EKN))
@@ -68,4 +78,5 @@ class SparseMLP:
 def _stacked(layer: Linear, number: int) -> Tensor:
     """Experts' weights [E, K, N] of one product, as rows of a layer; the storage stays [E, N, K]."""
     assert isinstance(layer, Dense), "nothing packs experts"
-    return layer.weight_NK.unflatten(0, (number, -1)).mT
+    weight_EKN: Tensor = layer.weight_NK.unflatten(0, (number, -1)).mT
+    return weight_EKN

@@ -152,14 +152,16 @@ class Metrics:
             })  # fmt: skip
         return out
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self, *, launches: bool = True) -> dict[str, Any]:
         """Counters since the start, draft statistics, and mean, p50 and p99 over the launches in the ring.
+
+        launches: False leaves the last out, which take a millisecond, too long between two frames.
 
         drafts: how many the last frame made for the next one, and how many frames made each number (0: drafting off).
         Histograms: frame_seconds, of launches that decoded and read no prompt; queue_seconds, arrival to first slot.
         schedule: drafts that the last frame was given rows for, and the mean, where confidences schedule verification.
         """
-        n = min(self._seen, len(self._ring))
+        n = min(self._seen, len(self._ring)) if launches else 0
         kept = [self._ring[i % len(self._ring)] for i in range(self._seen - n, self._seen)]
         ring_np = np.array(kept, dtype=np.float64).reshape(n, len(_FIELDS))
         out: dict[str, Any] = {"counters": dict(self.counters), "spec": self.spec.as_dict(), "window": n}

@@ -116,7 +116,7 @@ class EngineProcess:
         """Counters, queue, pools. check: assert that free + cached + held = total, in every pool."""
         core, ledger = self.core, self.core.scheduler.ledger
         data = {
-            **core.metrics.snapshot(),
+            **core.metrics.snapshot(launches=check),
             "round_tokens": core.metrics.spec.emitted,
             "running": len(core.scheduler.running),
             "waiting": len(core.scheduler.waiting),

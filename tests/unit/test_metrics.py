@@ -72,6 +72,7 @@ def test_the_ring_goes_round() -> None:
         collect(m, seq, seq * 100 + 20, seq * 100 + 90, seq * 100 + 99)
     times = m.timeline(100)
     assert [row["plan"][0] for row in times] == pytest.approx([0, 0.1, 0.2, 0.3])
+    assert m.snapshot(launches=False)["launch"] == {} and m.snapshot()["launch"]["rows"]["mean"] == 8
     assert m.snapshot()["window"] == 4 and m.frame_seconds.total == 11
 
 

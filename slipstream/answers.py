@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from slipstream.errors import InvalidRequestError
 from slipstream.logprobs import TokenLogprob
+from slipstream.models.mrope import Media
 from slipstream.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, StreamChunk
 from slipstream.text import TextStream, Tokenizer
 from slipstream.text.grammar import Grammars
 from slipstream.types import Request, SamplingParams, TokenEvent
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or (offline) a mapping with token ids and what else there is."""
 
 MAX_SALT = 256
 
@@ -62,12 +64,13 @@ USUAL = Service()
 
 
 class Prepared(NamedTuple):
-    """A request that passed every check. text: None for a token-id prompt."""
+    """A request that passed every check. text: None for a token-id prompt. media: of a prompt that is more."""
 
     text: str | None
     ids: tuple[int, ...]
     params: SamplingParams
     service: Service = USUAL
+    media: Media | None = None
 
 
 class Receipt(NamedTuple):
@@ -99,6 +102,8 @@ def prepare(
     A grammar is compiled for the check, which blocks for as long.
     """
     text = prompt if isinstance(prompt, str) else None
+    if isinstance(prompt, Mapping):
+        raise InvalidRequestError("a prompt with prompt_embeds or grids is taken by LLM only, not by a server")
     ids = tuple(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
     vocab, context = limits.vocab_size, limits.max_model_len
     for i in ids:
@@ -171,12 +176,15 @@ class Answer:
     def requests(self, request: Prepared, limits: Limits, key: int) -> list[Request]:
         """One per child, as the engine takes them. key: their noise key, see `sampling.rng.request_key`."""
         params, context = request.params, limits.max_model_len
+        salt, media = request.service.cache_salt, request.media
+        # Token ids do not say what a picture shows.
+        salt = salt if media is None else f"{salt}\0{media.key}"
         max_len = context if params.max_tokens is None else len(request.ids) + params.max_tokens
         return [
             Request(
                 request_id=self.output.request_id, prompt_token_ids=request.ids, params=params, child=child, key=key,
                 stop_ids=limits.stop_ids(params), max_len=max_len, needs_ack=self.needs_ack,
-                num_drafts=params.num_drafts, salt=request.service.cache_salt, priority=request.service.priority,
+                num_drafts=params.num_drafts, salt=salt, priority=request.service.priority, media=media,
             )
             for child in range(params.n)
         ]  # fmt: skip

@@ -131,6 +131,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None, tree=shape is not None,
         processors=tuple(processors), saved_states=0 if recurrent is None else engine.saved_places,
         windows=windows is not None, scheduled=engine.confidence_schedule,
+        pictures=bool(model.config.rope.sections),
     )  # fmt: skip
     cuts = isinstance(drafter, ConfidentDrafter) and drafter.cuts
     # With one frame in flight and exact rows every draft that is offered gets its row.

@@ -16,7 +16,8 @@ from slipstream.answers import USUAL, Answer, Prepared, Prompt, Service, default
 from slipstream.build import Built, build
 from slipstream.config import LLMConfig
 from slipstream.engine.loop import EngineCore
-from slipstream.errors import InvalidRequestError
+from slipstream.errors import InvalidRequestError, UnsupportedError
+from slipstream.models.mrope import Media, media_prompt
 from slipstream.outputs import RequestOutput, StreamChunk
 from slipstream.sampling.rng import request_key
 from slipstream.text import Tokenizer
@@ -82,6 +83,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts (text or token ids), in one batch; results come in the order of the prompts.
 
+        A prompt with pictures, or with embeddings of its own, is a mapping, see `models.mrope.media_prompt`:
+        prompt_token_ids, and prompt_embeds [M, H], image_grid_thw, video_grid_thw where there are any.
         priority, one or one per prompt: lower ones are admitted first; cache_salt: cached prefixes are shared within
         one salt only. All prompts are checked before any runs: a bad one raises InvalidRequestError, nothing is lost.
         """
@@ -201,7 +204,13 @@ class LLM:
 
     def _prepare(self, prompt: Prompt, params: SamplingParams, service: Service = USUAL) -> Prepared:
         """Text to ids, and every check that can refuse the request."""
-        return prepare(prompt, params, self.tokenizer, self._built.limits, self._built.grammars, service)
+        media, model = None, self._built.model
+        if isinstance(prompt, Mapping):
+            prompt, media = media_prompt(prompt, model.config, model.dtype)
+            if media.embeds is not None and model.device.type != "cpu":
+                raise UnsupportedError(f"prompt_embeds are taken on device=cpu only so far, not on {model.device}")
+        made = prepare(prompt, params, self.tokenizer, self._built.limits, self._built.grammars, service)
+        return made if media is None else made._replace(media=media)
 
     def _submit(
         self,
@@ -209,12 +218,13 @@ class LLM:
         ids: tuple[int, ...],
         params: SamplingParams,
         service: Service = USUAL,
+        media: Media | None = None,
         *,
         unread: deque[StreamChunk] | None = None,
         finished: deque[RequestOutput] | None = None,
     ) -> str:
         request_id, limits = f"req-{next(self._ids)}", self._built.limits
-        request = Prepared(text, ids, params, service)
+        request = Prepared(text, ids, params, service, media)
         answer = Answer.begin(request_id, request, self.tokenizer, limits)
         children = answer.requests(request, limits, request_key(params.seed))
         with self._turn:
@@ -275,7 +285,7 @@ def _held_interrupts() -> Iterator[None]:
 
 def _as_batch(prompts: Any) -> list[Prompt]:
     """A list of prompts, each text or a list of token ids; arrays are taken as lists."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if hasattr(prompts, "tolist"):
         prompts = prompts.tolist()
@@ -285,7 +295,7 @@ def _as_batch(prompts: Any) -> list[Prompt]:
         )
     items = [p.tolist() if hasattr(p, "tolist") else p for p in prompts]
     for p in items:
-        if not isinstance(p, (str, int, list, tuple)):
+        if not isinstance(p, (str, int, list, tuple, Mapping)):
             raise InvalidRequestError(f"prompt {p!r} must be text or a list of token ids")
     if items and all(isinstance(p, int) for p in items):
         return [items]

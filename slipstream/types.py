@@ -58,6 +58,7 @@ class Request:
     needs_ack: the text side looks for stop strings; tokens count as returned only once acknowledged.
     salt: prefix-cache tenant; sequences share pages only within one salt.
     priority: lower ones are admitted first and preempted last; equal ones in order of arrival.
+    media: models.mrope.Media of a prompt that is more than text (offline only), or None.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class Request:
     num_drafts: int | None = None
     needs_ack: bool = False
     salt: str = ""
+    media: Any = None
     priority: int = 0
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from bench.clinic import engine_case
+from slipstream.device import frame
 from slipstream.device.logits import LogitStages
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import DraftSlots
@@ -18,6 +19,36 @@ PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_pena
 NGRAM = {"draft": "ngram", "num_drafts": 3, "synthetic_acceptance": 3.0, "row_tiers": (4,)}
 """One row tier, so that every frame has one shape, whether drafts were offered or not."""
 EAGER = {**NGRAM, "cuda_graphs": False}
+
+
+@contextlib.contextmanager
+def positions_from_device_scalars() -> Iterator[None]:
+    """Founding case 1: in the verify step, offsets of a text-only batch listed as device scalars, made a tensor."""
+    production = frame.row_positions
+
+    def original_form(state: Any, slot_R: torch.Tensor, pos_R: torch.Tensor) -> torch.Tensor:
+        zero = torch.zeros(pos_R.shape[0], dtype=pos_R.dtype, device=pos_R.device)
+        deltas_R = torch.tensor([zero[row] for row in range(pos_R.shape[0])], device=pos_R.device)
+        return production(state, slot_R, pos_R) + deltas_R
+
+    frame.row_positions = original_form
+    try:
+        yield
+    finally:
+        frame.row_positions = production
+
+
+for _name, _about, _after in (
+    ("founding case 1: positions from device scalars", "run eagerly before and after: only the list differs", EAGER),
+    ("founding case 1, beside the captured frame", "the eager frame with it, and the frame as shipped", NGRAM),
+):
+    engine_case(
+        _name,
+        rule="tensor-from-scalars",
+        about=f"n-gram frame with 3 drafts: {_about}",
+        options=EAGER,
+        after_options=_after,
+    )(positions_from_device_scalars)
 
 
 @contextlib.contextmanager

@@ -8,11 +8,13 @@ down) is not in it; those are the lines of device/graphs.py and RecordRing.
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from slipstream.attention.windows import WindowLayers
 from slipstream.audit import Program
 from slipstream.config import EngineConfig
 from slipstream.device.catch_up import CatchUp
@@ -46,6 +48,7 @@ from slipstream.models.delta_net import state_shape
 from slipstream.models.dummy import DummyTensors, DummyWeights
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.fused_hybrid import FusedHybrid
+from slipstream.models.mrope import Media
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
 from slipstream.types import (
@@ -72,6 +75,18 @@ HYBRID = {
     "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
 }  # fmt: skip
 """One recurrent layer and one of attention."""
+
+PICTURES = {
+    **CONFIG, "image_token_id": 9, "vision_config": {"spatial_merge_size": 1},
+    "rope_parameters": {"rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
+}  # fmt: skip
+"""A rotary embedding with positions on three axes."""
+
+WINDOWS = {
+    **CONFIG, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 24,
+    "sliding_window_pattern": 2, "query_pre_attn_scalar": 16,
+}  # fmt: skip
+"""One layer with a sliding window and one without."""
 
 TREE = TreeShape(topk=2, levels=3, total=4)
 
@@ -150,23 +165,29 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     up before a frame without drafting; tree, tree-sampled: with an EAGLE-3 head that drafts trees; library: greedy with
     the kernels that stand between library products; grammar: greedy, with masks going up; requests,
     requests-tree: sampled, with all that only some requests ask for; model: sampled, with drafts by a model, and the
-    plain pass for both; hybrid: a target with a recurrent layer, whose states are saved for a prefix cache; or
-    mtp-hybrid: the same with its MTP head. plant: "module:function" that puts a known fault back into a production
-    function, to see that the proof turns red (tests/unit/test_frame_proof.py).
+    plain pass for both; windows, windows-tree: a target with a sliding window in one layer; pictures: one whose rotary
+    embedding has three axes, and a prompt with a picture beside text; hybrid: a target with a recurrent layer, whose
+    states are saved for a prefix cache; or mtp-hybrid: the same with its MTP head. plant: "module:function" that puts a
+    known fault back into a production function, to see that the proof turns red (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(
         max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts, lookahead=1 + TREE.expanded
     )
-    hybrid = kind.endswith("hybrid")
-    config = parse_hf_config(dict(HYBRID if hybrid else CONFIG))
+    hybrid, windowed, pictures = kind.endswith("hybrid"), kind.startswith("windows"), kind == "pictures"
+    values = HYBRID if hybrid else WINDOWS if windowed else PICTURES if pictures else CONFIG
+    config = parse_hf_config(dict(values))
     weights = WeightBuilder(DummyWeights(config, seed=0, device=device), device=device, dtype=torch.bfloat16)
     model = model_class(config.architecture)(config, weights)
     assert isinstance(model, Decoder)
-    kv = KVPages(
-        num_layers=len(config.kv_layers), num_pages=engine.num_pages, page_size=page,
-        num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
-    )  # fmt: skip
+    of_each_kind = [
+        KVPages(
+            num_layers=layers, num_pages=engine.num_pages, page_size=page, num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim, dtype=torch.bfloat16, device=device,
+        )
+        for layers in WindowLayers.counts(config.windows)
+    ]  # fmt: skip
+    kv = of_each_kind[0]
     workspace, tree = Workspace(device), TREE if "tree" in kind else None
     every, scheduled = kind.startswith("requests"), kind.startswith("scheduled")
     sampled = every or kind in ("sampled", "dspark", "model") or kind.endswith("-sampled")
@@ -184,13 +205,15 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     state = SlotState(
         max_slots=slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot, num_drafts=drafts,
         chunk_rows=CHUNK, device=device, draft_vocab=drafter.draft_vocab, tree=tree is not None, scheduled=scheduled,
-        saved_states=engine.max_model_len // 64 + 2 if hybrid else 0,
+        saved_states=engine.max_model_len // 64 + 2 if hybrid else 0, windows=windowed, pictures=pictures,
     )  # fmt: skip
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
-    fused = None if kind == "model" else (FusedHybrid if hybrid else FusedDecoder)(model, kv, workspace, config=cut)
+    plain = kind == "model" or windowed or pictures
+    fused = None if plain else (FusedHybrid if hybrid else FusedDecoder)(model, kv, workspace, config=cut)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace, tree=tree,
         states=_states(model, state, slots, drafts) if hybrid else None,
+        windows=WindowLayers.of(config.windows, of_each_kind[1]),
     )  # fmt: skip
     if kind.endswith("-off"):
         frame.catch_up = CatchUp(
@@ -207,6 +230,10 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         names = ("penalties", "biases", "logprobs", "prompt_logprobs", "min_tokens")
         promises: dict[str, Any] = dict.fromkeys(names, True)
         plans = [p._replace(**promises) for p in plans]
+    if windowed:
+        plans = [p._replace(window_pages=p.pages) for p in plans]
+    if pictures:
+        plans = [p._replace(admits=(_with_picture(p.admits[0]),)) for p in plans]
     if kind == "grammar" or every:
         given = np.full((1 + drafts, config.vocab_size // 32), -1, dtype=np.int32)
         plans = [p._replace(masked=True, masks=(Masks(1, given), Masks(5 + p.seq, given[:1]))) for p in plans]
@@ -228,7 +255,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             assert frame.prefill(plan, last=True) is not None
 
     kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS, "hybrid": HYBRID_KERNELS}.get(
-        "hybrid" if hybrid else kind, KERNELS
+        "hybrid" if hybrid else "model" if plain else kind, KERNELS
     )
     if kind in ("dspark", "suffix") or scheduled or isinstance(drafter, FeatureDrafter):
         kernels = tuple(name for name in kernels if name != "slipstream::ngram_draft")
@@ -308,6 +335,13 @@ def _mtp_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> 
         head_dim=c.head_dim, dtype=model.dtype, device=model.device,
     )  # fmt: skip
     return MTPDrafter(head, kv=kv, max_drafts=engine.num_drafts, max_len=engine.max_model_len, workspace=workspace)
+
+
+def _with_picture(admit: Admit) -> Admit:
+    """The prompt's tokens 1 and 2 are a picture of 1 x 2: the batch has it beside text."""
+    positions = np.array([[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]])
+    media = Media(positions=positions, delta=0, embeds=None, places=np.zeros(0, dtype=np.int64), key="")
+    return replace(admit, request=replace(admit.request, media=media))
 
 
 def _plan(seq: int, slots: int, sampled: bool) -> FramePlan:

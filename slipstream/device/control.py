@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from slipstream.types import MIN_TEMPERATURE, Admit, FramePlan, IntArray, PageAppend
+from slipstream.models.mrope import Media
+from slipstream.types import MIN_TEMPERATURE, Admit, FramePlan, IntArray, PageAppend, PrefillSpan
 
 Pairs = tuple[IntArray, IntArray]
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
@@ -32,6 +33,9 @@ class ControlWriter:
         self.num_drafts = num_drafts
         self.processors = [name.removeprefix("custom ") for name in offset if name.startswith("custom ")]
         self._decode: tuple[int, ...] = ()
+        self._pictures = "rope_delta" in self.offset
+        self._media: dict[int, Media] = {}
+        self._offsets = False  # whether the last chunk had any that are not 0
         self._cells: list[IntArray] = []
         self._values: list[IntArray] = []
 
@@ -79,6 +83,9 @@ class ControlWriter:
         of_prompt = params.prompt_logprobs if request.child == 0 else None
         drafts = self.num_drafts if request.num_drafts is None else min(request.num_drafts, self.num_drafts)
         masked = params.structured_outputs is not None
+        self._media.pop(a.slot, None)
+        if request.media is not None:
+            self._media[a.slot] = request.media
         for name, value in (
             ("generation", a.generation),
             ("active", 0),
@@ -92,6 +99,7 @@ class ControlWriter:
             ("max_drafts", drafts),
             ("behind", 0),
             *((("absorbed", a.absorbed),) if "absorbed" in self.offset else ()),
+            *((("rope_delta", 0 if request.media is None else request.media.delta),) if self._pictures else ()),
             ("mode", int(request.mode)),
             ("key", request.key),
             ("child", request.child),
@@ -121,6 +129,25 @@ class ControlWriter:
         if a.saved:
             self._put("saved", a.slot, a.saved)
 
+    def _rope_offsets(self, spans: Sequence[PrefillSpan], rows: int) -> None:
+        """Rotary position less token number of each row. Of text they are 0, and said only where others stood."""
+        pictured = any(s.slot in self._media for s in spans)
+        if not pictured and not self._offsets:
+            return
+        self._offsets = pictured
+        offsets_np, at = np.zeros((3, rows), dtype=np.int64), 0
+        for s in spans:
+            media = self._media.get(s.slot)
+            if media is not None:
+                number_np = np.arange(s.start, s.start + s.length)
+                known = media.positions.shape[1]
+                inside_np = media.positions[:, np.minimum(number_np, known - 1)] - np.minimum(number_np, known - 1)
+                # Output that is read again after a preemption goes on behind the prompt.
+                offsets_np[:, at : at + s.length] = np.where(number_np < known, inside_np, media.delta)
+            at += s.length
+        for axis in range(3):
+            self._put("chunk_rope", axis, offsets_np[axis])
+
     def _prefill(self, plan: FramePlan) -> None:
         """Rows of the chunk and the ends of prompts among them, padded with the sink's row 0."""
         spans = plan.prefill
@@ -131,6 +158,8 @@ class ControlWriter:
         spare = max(0, plan.prefill_rows - len(slots_np))
         self._put("chunk_slot", 0, np.pad(slots_np, (0, spare)))
         self._put("chunk_pos", 0, np.pad(positions_np, (0, spare)))
+        if self._pictures:
+            self._rope_offsets(spans, len(slots_np) + spare)
         last = [i for i, s in enumerate(spans) if s.last]
         if last or plan.prompt_logprobs:  # the pass with prompt log-probabilities has the ends of prompts in it too
             spare = max(0, plan.prefill_prompts - len(last))

@@ -18,6 +18,7 @@ from slipstream.attention.protocol import TreeSight
 from slipstream.attention.windows import WindowLayers
 from slipstream.device.catch_up import CatchUp
 from slipstream.device.logits import LogitStages
+from slipstream.device.media import GivenRows, chunk_positions, row_positions
 from slipstream.device.state import SlotState
 from slipstream.device.target_cache import TargetCache, spans
 from slipstream.device.tree import judge, judge_greedy, path_rows, place_rows, plant
@@ -128,6 +129,7 @@ class Frame:
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.laws = state.laws() if self.kernels else None
         self.logit_stages = LogitStages(state, model.config.vocab_size, kernels=self.kernels, processors=processors)
+        self.given = GivenRows(state)
         self.cache = TargetCache(
             kv, state, heads_per_kv=model.config.num_heads // model.config.num_kv_heads, windows=windows,
             workspace=workspace,
@@ -166,10 +168,11 @@ class Frame:
         Their argmax [R] too where the pass yields it, and then, in a greedy frame, alone.
         """
         table_SP, states = self.state.table_SP, self._states_of(rows, slot_B)
+        rope_R = row_positions(self.state, rows.slot_R, rows.pos_R)
         if self.fused is not None and plan.rows <= self.fused.max_rows:
             wanted = plan.stages > Stages.GREEDY
             out = self.fused.run(
-                rows.token_R, rows.slot_R, rows.pos_R, table_SP, logits=wanted, taps=self.taps,
+                rows.token_R, rows.slot_R, rope_R, table_SP, logits=wanted, taps=self.taps,
                 hidden=self.reads_hidden, width=plan.rows // len(plan.decode), cell_R=rows.cell_R, sight=rows.sight,
                 states=states,
             )  # fmt: skip
@@ -181,7 +184,7 @@ class Frame:
             grid=None if self.kernels else rows.grid(),
         )  # fmt: skip
         context = attention if states is None else states.beside(attention)
-        hidden_RH, taps = self.model.forward(rows.token_R, rows.pos_R, context, self.taps)
+        hidden_RH, taps = self.model.forward(rows.token_R, rope_R, context, self.taps)
         if states is not None:
             states.commit()
         return self.model.logits(hidden_RH), None, self._rows(rows, slot_B, taps, hidden_RH)
@@ -261,7 +264,10 @@ class Frame:
         else:
             attention = self.cache.chunk(plan, slot_R, pos_R)
             context = attention if states is None else states.beside(attention)
-            hidden_RH, taps = self.model.forward(token_R, pos_R, context, self.taps)
+            given = self.given.of(plan)
+            more = {} if given is None else {"given": given}
+            rope_3R = chunk_positions(self.state, pos_R)
+            hidden_RH, taps = self.model.forward(token_R, rope_3R, context, self.taps, **more)
         if states is not None:
             states.commit()
         return hidden_RH, taps

@@ -38,6 +38,8 @@ class SlotState:
     widest_frame: slots of the largest bucket, where that is more than max_slots.
     Where the target has recurrent layers (memory/states.py): absorbed_S tokens are in the slot's state, saved_SC says
     where states are saved.
+    rope_delta_S: rotary position less token number behind the prompt, chunk_rope_3R: the same for each row of a chunk,
+    on three axes; None for targets with one.
     decode_B, chunk_slot_R, chunk_pos_R, last_row_B, last_slot_B: the plan's lists, written by the host.
     """
 
@@ -59,9 +61,10 @@ class SlotState:
         saved_states: int = 0,
         windows: bool = False,
         scheduled: bool = False,
+        pictures: bool = False,
     ) -> None:
         """saved_states: columns of saved_SC, 0 for a target without recurrent layers. windows: the target has layers
-        with a sliding window."""
+        with a sliding window. pictures: its rotary embedding has positions on three axes."""
         s, widest = max_slots + 1, max(max_slots, widest_frame)
         self.device, self.real, self.num_drafts = device, real, num_drafts
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -102,6 +105,7 @@ class SlotState:
             "decode": (widest,),
             "chunk_slot": (chunk_rows,),
             "chunk_pos": (chunk_rows,),
+            **({"rope_delta": (s,), "chunk_rope": (3, chunk_rows)} if pictures else {}),
             "last_row": (widest,),
             "last_slot": (widest,),
             "scratch": (1,),
@@ -150,6 +154,8 @@ class SlotState:
         self.custom_S = {name: view(f"custom {name}").view(torch.float64).fill_(math.nan) for name in processors}
         self.bias_count_S, self.bias_id_SN = view("bias_count"), view("bias_id")
         self.bias_value_SN = view("bias_value").view(torch.float64)
+        self.rope_delta_S = view("rope_delta") if pictures else None
+        self.chunk_rope_3R = view("chunk_rope") if pictures else None
         self.decode_B = view("decode")
         self.chunk_slot_R, self.chunk_pos_R = view("chunk_slot"), view("chunk_pos")
         self.last_row_B, self.last_slot_B = view("last_row"), view("last_slot")

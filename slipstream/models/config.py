@@ -88,6 +88,15 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VisionTokens:
+    """Ids that stand for a piece of an image and of a video, and how many patches wide and high a piece is."""
+
+    image: int
+    video: int
+    merge: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Shape and options of one decoder-only model.
 
@@ -137,6 +146,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     query_scalar: float = 0.0
     sandwich_norms: bool = False
+    vision: VisionTokens | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -218,6 +228,7 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
         raise ModelLoadError("the model config is empty; it needs at least architectures and the layer sizes")
     generation = dict(generation or {})
     arch = architecture_of(values)
+    vision = _vision(values)
     values = text_part(values)
     hidden = _int(values, "hidden_size")
     heads = _int(values, "num_attention_heads")
@@ -263,6 +274,7 @@ def parse_hf_config(values: Mapping[str, Any], generation: Mapping[str, Any] | N
         delta=_delta(values) if hybrid else None,
         experts=_experts(values) if hybrid else None,
         mtp_layers=_int(values, "mtp_num_hidden_layers", 0),
+        vision=vision,
         bos_token_id=bos if isinstance(bos, int) else None,
         eos_ids=_ids(eos),
         torch_dtype=_dtype_name(values),
@@ -298,6 +310,16 @@ def architecture_of(values: Mapping[str, Any]) -> str:
     if isinstance(kind, str) and kind:
         return _BY_MODEL_TYPE.get(kind, kind)
     raise ModelLoadError("the model config names no architecture: it has neither architectures nor model_type")
+
+
+def _vision(values: Mapping[str, Any]) -> VisionTokens | None:
+    part = values.get("vision_config")
+    if not isinstance(part, Mapping) or values.get("image_token_id") is None:
+        return None
+    merge = _int(part, "spatial_merge_size", 1)
+    if merge < 1:
+        raise ModelLoadError(f"model config: spatial_merge_size={merge} must be above 0")
+    return VisionTokens(image=_int(values, "image_token_id"), video=_int(values, "video_token_id", -1), merge=merge)
 
 
 def text_part(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -62,13 +62,21 @@ class Decoder:
         return RotaryTable(rope, c.head_dim, c.max_position_embeddings, device=self.device, dtype=self.dtype)
 
     def forward(
-        self, tokens_R: Tensor, positions_R: Tensor, attn: AttentionContext, taps: tuple[int, ...] = ()
+        self,
+        tokens_R: Tensor,
+        positions_R: Tensor,
+        attn: AttentionContext,
+        taps: tuple[int, ...] = (),
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         for tap in taps:
             assert 0 <= tap < len(self.blocks), f"tap {tap} is outside 0..{len(self.blocks) - 1}"
         x_RH = self.embed(tokens_R)
         if self.embed_scale != 1.0:
             x_RH = x_RH * self.embed_scale
+        if given is not None:
+            embeds_RH, given_R = given
+            x_RH = torch.where(given_R[:, None], embeds_RH, x_RH)
         full = (self.rotary, *self.rotary.at(positions_R))
         windows = self.windows
         windowed = full if self.local is None else (self.local, *self.local.at(positions_R))

@@ -61,9 +61,14 @@ class FusedDecoder:
     @staticmethod
     def fits(model: object) -> bool:
         """A bf16 or float32 `Decoder` of dense layers on a GPU, without biases where the kernels take none."""
-        if not isinstance(model, Decoder) or model.device.type != "cuda" or not model.fusable or model.config.window:
+        if not isinstance(model, Decoder) or model.device.type != "cuda" or not model.fusable:
             return False
-        if model.config.layer_types or model.config.norm_offset or model.config.rope.partial != 1.0:
+        if (
+            model.config.layer_types
+            or model.config.norm_offset
+            or model.config.rope.partial != 1.0
+            or model.config.rope.sections
+        ):
             return False
         if model.dtype not in (torch.bfloat16, torch.float32) or not isinstance(model.embed, Embedding):
             return False

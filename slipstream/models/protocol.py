@@ -26,12 +26,19 @@ class Model(Protocol):
     def __init__(self, config: ModelConfig, weights: WeightBuilder) -> None: ...
 
     def forward(
-        self, tokens_R: Tensor, positions_R: Tensor, attn: AttentionContext, taps: tuple[int, ...] = ()
+        self,
+        tokens_R: Tensor,
+        positions_R: Tensor,
+        attn: AttentionContext,
+        taps: tuple[int, ...] = (),
+        given: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Hidden states [R, H] after the final norm, and the residual stream [R, H] before each tapped layer.
 
-        tokens_R, positions_R: int64 [R]. Tap i is Hugging Face's `hidden_states[i]`, 0 <= i < num_layers;
-        taps come back in the order asked for. Positions beyond the rotary table take its last row.
+        tokens_R, positions_R: int64 [R]; positions [3, R] where the model's rotary embedding has sections. Tap i is
+        Hugging Face's `hidden_states[i]`, 0 <= i < num_layers; taps come back in the order asked for. Positions beyond
+        the rotary table take its last row. given: embeddings [R, H] and bool [R], where they stand in the place of the
+        tokens' own.
         """
 
     def logits(self, hidden_RH: Tensor) -> Tensor:

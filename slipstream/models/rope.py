@@ -24,6 +24,8 @@ class RopeConfig:
     attention_factor: both tables are multiplied by it (yarn), None for the formula's own value.
     divisors: one per frequency, divides it on top of all else (GGUF `rope_freqs`), or empty.
     partial: the share of a head's dimensions that turn, its first ones; the others pass as they are.
+    sections: pairs that turn by a token's position in time, height and width (arXiv 2409.12191); empty: a token has one
+    position. interleaved: pairs take turns (Qwen3-VL), else each section is a run.
     """
 
     theta: float = 10000.0
@@ -38,6 +40,8 @@ class RopeConfig:
     truncate: bool = True
     divisors: tuple[float, ...] = ()
     partial: float = 1.0
+    sections: tuple[int, ...] = ()
+    interleaved: bool = True
 
     def turned(self, head_dim: int) -> int:
         """How many of a head's dimensions turn. ModelLoadError when they are no pairs."""
@@ -75,10 +79,13 @@ def parse_rope(values: Mapping[str, Any], head_dim: int, max_positions: int) -> 
     kind = params.get("rope_type", params.get("type", "default"))
     partial = params.get("partial_rotary_factor", values.get("partial_rotary_factor", 1.0))
     partial = _number("partial_rotary_factor", partial)
-    if kind not in KINDS:
+    if kind not in (*KINDS, "mrope"):
         raise UnsupportedError(f"rope scaling {kind!r} is not supported; the known ones are {', '.join(KINDS)}")
-    if kind == "default":
-        return RopeConfig(theta=theta, partial=partial)
+    sections, interleaved = _sections(params, head_dim, partial)
+    if kind == "default" or kind == "mrope":
+        return RopeConfig(theta=theta, partial=partial, sections=sections, interleaved=interleaved)
+    if sections:
+        raise UnsupportedError(f"mrope_section together with rope scaling {kind!r} is not supported")
     if partial != 1.0:
         raise UnsupportedError(f"partial_rotary_factor={partial} is not supported together with rope scaling {kind!r}")
     if "factor" not in params:
@@ -115,6 +122,18 @@ def parse_rope(values: Mapping[str, Any], head_dim: int, max_positions: int) -> 
         beta_slow=_number("beta_slow", params.get("beta_slow") or 1.0),
         truncate=bool(params.get("truncate", True)),
     )
+
+
+def _sections(params: Mapping[str, Any], head_dim: int, partial: float) -> tuple[tuple[int, ...], bool]:
+    sections = params.get("mrope_section")
+    if sections is None:
+        return (), True
+    pairs = RopeConfig(partial=partial).turned(head_dim) // 2
+    if not isinstance(sections, list) or len(sections) != 3 or not all(type(n) is int and n >= 0 for n in sections):
+        raise ModelLoadError(f"model config: mrope_section={sections!r} must be three whole numbers")
+    if sum(sections) != pairs:
+        raise ModelLoadError(f"model config: mrope_section={sections} must add up to the {pairs} pairs that turn")
+    return tuple(sections), bool(params.get("mrope_interleaved", False))
 
 
 def _number(name: str, value: Any) -> float:
@@ -175,6 +194,17 @@ def _yarn(inv: Tensor, rope: RopeConfig, head_dim: int) -> Tensor:
     return inv / rope.factor * slow + inv * (1 - slow)
 
 
+def pair_axes(rope: RopeConfig) -> list[int]:
+    """The axis that each pair turns by: 0 time, 1 height, 2 width."""
+    time, height, width = rope.sections
+    if not rope.interleaved:
+        return [0] * time + [1] * height + [2] * width
+    axes = [0] * (time + height + width)
+    for axis, count in ((1, height), (2, width)):
+        axes[axis : 3 * count : 3] = [axis] * len(axes[axis : 3 * count : 3])
+    return axes
+
+
 class RotaryTable:
     """Cosines and signed sines of every position, computed once.
 
@@ -193,11 +223,22 @@ class RotaryTable:
         self._turned = rope.turned(head_dim)
         self._half, self._all = self._turned // 2, self._turned == head_dim
         self._last = max_positions - 1
+        self.axis_T: Tensor | None = None
+        if rope.sections:
+            axis_D = torch.tensor(pair_axes(rope), device=device)
+            self.axis_T = torch.cat((axis_D, axis_D))
         self.table = table.unsqueeze(2).to(device=device, dtype=dtype)
 
     def at(self, positions_R: Tensor) -> tuple[Tensor, Tensor]:
-        """cos, sin [R, 1, T] of the rows; positions beyond the table take its last row."""
+        """cos, sin [R, 1, T] of the rows; positions beyond the table take its last row.
+
+        positions_R: [R], or [3, R] in time, height and width for a table with sections.
+        """
         rows = self.table[positions_R.clamp(0, self._last)]
+        if positions_R.dim() == 2:
+            assert self.axis_T is not None, "positions on three axes for a model that has one"
+            time, height, width = rows.unbind(0)
+            rows = torch.where(self.axis_T == 1, height, torch.where(self.axis_T == 2, width, time))
         return rows[:, 0], rows[:, 1]
 
     def rotate(self, x_RND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

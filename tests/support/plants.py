@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slipstream.attention.kernel import KernelAttention
 from slipstream.device import frame as frame_room
 from slipstream.device import tree as tree_room
 from slipstream.device.logits import LogitStages
@@ -58,6 +59,42 @@ def positions_from_a_list() -> None:
         return run(self, token_R, slot_R, pos_R, table_SP, **kw)
 
     FusedDecoder.run = slow  # type: ignore[method-assign]
+
+
+def positions_from_device_scalars() -> None:
+    """Founding case 1: each request's offset as a device scalar, listed in Python, made one tensor again."""
+    real = frame_room.row_positions
+
+    def slow(state: Any, slot_R: Tensor, pos_R: Tensor) -> Tensor:
+        deltas = [state.rope_delta_S[row] for row in range(4)]
+        torch.tensor(deltas, device=pos_R.device)
+        return real(state, slot_R, pos_R)
+
+    frame_room.row_positions = slow
+
+
+def grids_read_back() -> None:
+    """models room: the longest position of a chunk is read, to know where the text goes on."""
+    real = frame_room.chunk_positions
+
+    def slow(state: Any, pos_R: Tensor) -> Tensor:
+        positions_3R = real(state, pos_R)
+        int(positions_3R.max())
+        return positions_3R
+
+    frame_room.chunk_positions = slow
+
+
+def first_visible_pages_listed() -> None:
+    """attention room: the pages that windows begin with found in Python."""
+    real = KernelAttention.__init__
+
+    def slow(self: KernelAttention, *args: Any, window: int = 0, **kw: Any) -> None:
+        real(self, *args, window=window, **kw)
+        if window:
+            self.low_R.tolist()  # type: ignore[union-attr]
+
+    KernelAttention.__init__ = slow  # type: ignore[method-assign]
 
 
 def tree_mask_from_the_host() -> None:

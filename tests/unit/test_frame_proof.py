@@ -17,6 +17,7 @@ TWO_LAYERS_TWO_FRAMES = {
     "mtp": "paged_attention", "mtp-sampled": "paged_attention", "mtp-off": "paged_attention",
     "requests": "stream_rope", "requests-tree": "stream_rope",
     "hybrid": "delta_rows", "mtp-hybrid": "paged_attention",
+    "pictures": "prefill_attention", "windows": "prefill_attention",
 }  # fmt: skip
 
 
@@ -88,6 +89,9 @@ def test_the_frame_is_clean(kind: str) -> None:
         ("tree_mask_from_the_host", "tree", "host-read"),
         ("last_tokens_from_a_list", "requests", "pageable-copy"),  # founding case 4
         ("last_tokens_from_a_list", "requests-tree", "pageable-copy"),
+        ("positions_from_device_scalars", "pictures", "tensor-from-scalars"),  # founding case 1
+        ("grids_read_back", "pictures", "host-read"),
+        ("first_visible_pages_listed", "windows", "host-read"),
         ("drafts_counted_by_the_host", "requests", "host-read"),
         ("lengths_from_the_host", "scheduled", "host-read"),
     ],
@@ -97,6 +101,12 @@ def test_a_fault_put_back_turns_it_red(plant: str, kind: str, rule: str) -> None
     assert proof.exit_code == 1, proof.table()
     assert {f.rule for f in proof.report.findings} == {rule}
     assert all("plants.py" in str(f.site) for f in proof.report.findings)
+
+
+def test_trees_and_windows_are_clean_together() -> None:
+    proof = prove(TARGET, args=["windows-tree"])
+    assert proof.exit_code == 0, proof.table()
+    assert proof.kernels["slipstream::compact_path"] == 2 * 2, "the cache of each kind of layers"
 
 
 def test_an_unreached_kernel_is_no_proof() -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
-from tests.support.eagle import write_eagle3
 from tests.support.kit import VOCAB, tiny_model_dir
+from tests.support.mtp import add_mtp
 from tests.support.reference import DenseReference, planted_oracle
 
 INTERVAL = 16
@@ -24,8 +24,7 @@ TREE_OF_PROMPTS = [[(7 * i + 3 * b + i * i * b) % VOCAB for i in range(80)] for 
 @pytest.fixture(scope="module")
 def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("hybrid")
-    target = tiny_model_dir(root / "target", seed=1, layers=3, arch="qwen3_5_text")
-    return {"target": target, "eagle3": write_eagle3(root / "eagle3", target, draft_vocab=24)}
+    return {"target": add_mtp(tiny_model_dir(root / "target", seed=1, layers=3, arch="qwen3_5_text"))}
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +36,7 @@ def engine(dirs: dict[str, Path], reference: DenseReference, draft: str, **optio
     oracle = planted_oracle(
         lambda r: reference.continuation(r.prompt_token_ids, r.params, r.child), vocab=VOCAB, seed=3
     )
-    drafts: dict[str, Any] = {"none": None, "oracle": oracle, "eagle3": str(dirs["eagle3"])}
+    drafts: dict[str, Any] = {"none": None, "oracle": oracle, "mtp": "mtp"}
     return LLM(
         model=str(dirs["target"]), dtype="float64", draft=drafts[draft], num_drafts=3 if draft != "none" else None,
         max_slots=3, max_model_len=160, page_size=4, prefill_chunk=23, **{"state_interval": INTERVAL, **options},
@@ -47,7 +46,7 @@ def engine(dirs: dict[str, Path], reference: DenseReference, draft: str, **optio
 ENGINES = {
     "plain, few states": ("none", {"saved_states": 3}),
     "oracle, pressure": ("oracle", {"num_pages": 60, "run_ahead": 2, "saved_states": 6}),
-    "eagle3": ("eagle3", {"run_ahead": 8, "saved_states": 12}),
+    "prediction head": ("mtp", {"run_ahead": 8, "saved_states": 12}),
 }
 
 

@@ -62,7 +62,8 @@ SPECULATORS = Layout(
 
 @dataclass(frozen=True, kw_only=True)
 class MTPConfig:
-    """layer: the sizes of the head's one decoder layer. own_embedding: it has a table of its own."""
+    """layer: the sizes of the head's one decoder layer, with experts where the target has some. own_embedding: it has a
+    table of its own."""
 
     layer: ModelConfig
     own_embedding: bool = False
@@ -102,7 +103,10 @@ def parse_mtp(values: Mapping[str, Any], target: ModelConfig) -> MTPConfig:
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
         raise ModelLoadError(f"rms_norm_eps={eps!r} must be a number")
     kinds = (FULL,) if target.layer_types else ()
-    layer = replace(target, num_layers=1, layer_types=kinds, delta=None, rms_norm_eps=float(eps), **sizes)
+    experts = None if target.experts is None else replace(target.experts, layers=(0,))
+    layer = replace(
+        target, num_layers=1, layer_types=kinds, delta=None, experts=experts, rms_norm_eps=float(eps), **sizes
+    )
     if any(values.get(key) is not None for key in _ROPE):
         layer = replace(layer, rope=parse_rope(values, layer.head_dim, target.max_position_embeddings))
     return MTPConfig(layer=layer, own_embedding=own)
@@ -188,6 +192,10 @@ def load_mtp(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int 
             return MTPModel(config, DummyTensors(shapes, seed=seed, device=target.device, offset=offset), target)
         source = _source(folder, values)
         layout = _layout(source.names(), folder)
+        if layout.prefix + "layers.0.mlp.gate.weight" not in source.names():
+            config = replace(config, layer=replace(config.layer, experts=None))
+        elif config.layer.experts is None:
+            raise UnsupportedError("the MTP layer is a mixture of experts, and the model's layers are not")
         return MTPModel(config, PartOf(source, lambda name: _belongs(name, source.names(), layout)), target, layout)
 
 
@@ -210,8 +218,6 @@ def _source(folder: Path, values: Mapping[str, Any]) -> WeightSource:
 def _layout(names: set[str], folder: Path) -> Layout:
     if any(name.startswith("mtp_layers.") for name in names):
         return SPECULATORS
-    if any(".mlp.experts." in name for name in names if name.startswith(QWEN.prefix)):
-        raise UnsupportedError("the MTP layer is a mixture of experts (mtp.layers.0.mlp.experts), which is not built")
     if any(name.startswith("mtp.0.") for name in names):
         raise UnsupportedError("MTP heads in the layout of DeepSeek-V4 (mtp.0.*) are not supported, Qwen's are")
     if any(name.startswith(QWEN.prefix) for name in names):

@@ -112,8 +112,27 @@ class MTPFormula:
                 out[r, n] = weight @ v[: r + 1, n // group]
         x = x + (out * gate.sigmoid()).flatten(1) @ t[p + "self_attn.o_proj.weight"].T
         y = self.rms(x, p + "post_attention_layernorm")
-        gate, up = y @ t[p + "mlp.gate_proj.weight"].T, y @ t[p + "mlp.up_proj.weight"].T
-        return self.rms(x + (gate * gate.sigmoid() * up) @ t[p + "mlp.down_proj.weight"].T, "mtp.norm")
+        return self.rms(x + self.mlp(y, p + "mlp."), "mtp.norm")
+
+    def mlp(self, y: Tensor, p: str) -> Tensor:
+        """SwiGLU, or the likeliest experts row by row and the shared one."""
+
+        def swiglu(row: Tensor, at: str) -> Tensor:
+            gate, up = (row @ self.t[at + f"{x}_proj.weight"].T for x in ("gate", "up"))
+            return (gate * gate.sigmoid() * up) @ self.t[at + "down_proj.weight"].T
+
+        if p + "gate.weight" not in self.t:
+            return swiglu(y, p)
+        e, out = self.c.experts, []
+        assert e is not None
+        for row in y:
+            law = (self.t[p + "gate.weight"] @ row).softmax(0)
+            best = law.argsort(descending=True)[: e.chosen].tolist()
+            total = float(law[best].sum()) if e.renormed else 1.0
+            mixed = torch.stack([law[i] / total * swiglu(row, p + f"experts.{i}.") for i in best]).sum(0)
+            open_ = (self.t[p + "shared_expert_gate.weight"] @ row).sigmoid()
+            out.append(mixed + open_ * swiglu(row, p + "shared_expert."))
+        return torch.stack(out)
 
     def drafts(self, tokens: list[int], h: Tensor, count: int) -> tuple[list[int], Tensor]:
         """Greedy drafts after `tokens`, and the hidden state [count, H] behind each.

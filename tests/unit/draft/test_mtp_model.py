@@ -24,9 +24,10 @@ from tests.support.kit import tiny_model_dir
 from tests.support.mtp import MTPFormula, add_mtp, mtp_tensors, write_mtp
 
 
-@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_5_text"])
+@pytest.fixture(scope="module", params=["qwen3", "llama", "qwen3_5_text", "qwen3_next"])
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose checkpoint holds a head; with and without norms on q and k, and one with recurrent layers."""
+    """A model whose checkpoint holds a head; with and without norms on q and k, with recurrent layers, with
+    experts too."""
     folder = tmp_path_factory.mktemp("mtp") / "target"
     return add_mtp(tiny_model_dir(folder, seed=1, arch=request.param, layers=3), seed=3)
 
@@ -170,6 +171,19 @@ def test_a_table_of_its_own_and_random_weights(tmp_path: Path) -> None:
         assert out.spec.drafted > 0 and len(out.outputs[0].token_ids) == 12
 
 
+def test_a_head_without_experts_for_a_model_with_some(tmp_path: Path) -> None:
+    target = tiny_model_dir(tmp_path / "t", arch="qwen3_next", layers=3)
+    dense = {n: t for n, t in mtp_tensors(target).items() if ".mlp." not in n}
+    shape = {"gate_proj": (64, 32), "up_proj": (64, 32), "down_proj": (32, 64)}
+    add_mtp(target, {**dense, **{f"mtp.layers.0.mlp.{n}.weight": torch.randn(s) for n, s in shape.items()}})
+    formula, model = formula_of(target)
+    head = load_mtp(target, read_json(target / "config.json"), model)
+    with torch.inference_mode():
+        at, h = torch.arange(5), torch.randn(5, 32, dtype=torch.float64)
+        state, _ = head.forward(at, h, at, head.rotary(8), DenseCausal(at))
+        torch.testing.assert_close(state, formula.hidden(at, h), atol=1e-9, rtol=1e-9)
+
+
 def test_a_head_in_fp8_blocks(tmp_path: Path) -> None:
     """Blocks of 16 x 24, dequantised as the model's are; what is not in FP8 is taken as it is."""
     high, wide = 16, 24
@@ -211,8 +225,8 @@ def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
             r"'mtp.fc.weight' has shape \[32, 32\]; the config needs \[32, 64\]",
         ),
         (
-            lambda t: t.update({"mtp.layers.0.mlp.experts.0.up_proj.weight": torch.zeros(1)}), UnsupportedError,
-            "mixture of experts",
+            lambda t: t.update({"mtp.layers.0.mlp.gate.weight": torch.zeros(4, 32)}), UnsupportedError,
+            "mixture of experts, and the model's layers are not",
         ),
         (lambda t: t.update({"mtp.0.e_proj.weight": torch.zeros(1)}), UnsupportedError, "DeepSeek-V4"),
     ],

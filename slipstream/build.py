@@ -181,7 +181,11 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
             vocab_size=model.config.vocab_size, max_model_len=engine.max_model_len, max_stop_ids=engine.max_stop_ids,
             num_drafts=engine.num_drafts, processors=tuple(processors), eos_ids=eos_ids,
         ),
-        grammars=Grammars(tokenizer, vocab_size=model.config.vocab_size, eos_ids=eos_ids),
+        grammars=Grammars(
+            tokenizer, vocab_size=model.config.vocab_size, eos_ids=eos_ids,
+            unavailable=None if config.synthetic_acceptance is None
+            else "synthetic_acceptance takes drafts whatever a grammar says; leave one of the two out",
+        ),
         engine_config=engine,
         device=Device(frame, run_ahead=engine.run_ahead, graphs=graphs),
         resolved=resolved, notes=notes,

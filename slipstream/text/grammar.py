@@ -48,13 +48,20 @@ LIMITS = {
 class Grammars:
     """Compiles grammars for one tokenizer and computes their masks; thread-safe.
 
-    vocab_size: the model's, masks are that wide. eos_ids: ids that may follow once a grammar is complete.
+    vocab_size: the model's, masks are that wide. eos_ids: ids that may follow once a grammar is complete. unavailable:
+    why grammars cannot work here, None where they can.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Sequence[int], compile_seconds: float = COMPILE_SECONDS
+        self,
+        tokenizer: Tokenizer,
+        *,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        compile_seconds: float = COMPILE_SECONDS,
+        unavailable: str | None = None,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.tokenizer, self.unavailable = tokenizer, unavailable
         self.vocab_size, self.eos_ids = vocab_size, tuple(i for i in eos_ids if 0 <= i < vocab_size)
         self.words = -(-vocab_size // 32)
         inside_np = np.zeros(32 * self.words, dtype=np.uint8)
@@ -88,6 +95,8 @@ class Grammars:
 
     def require(self) -> None:
         """Raise UnsupportedError if grammars cannot work here."""
+        if self.unavailable is not None:
+            raise UnsupportedError(f"structured_outputs: {self.unavailable}")
         if not self.tokenizer.present:
             raise UnsupportedError("structured_outputs needs a tokenizer, and this model has none")
         if not self.eos_ids:

@@ -1,0 +1,219 @@
+"""Grammars as masks: what a row allows, drafts and trees of them, limits on time and size, faults."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance")
+
+from slipstream.errors import InvalidRequestError, RequestFailedError, UnsupportedError
+from slipstream.structured import MAX_CHARS, MAX_DEPTH, StructuredOutputsParams
+from slipstream.text import Tokenizer
+from slipstream.text.grammar import GrammarMasks, Grammars
+from slipstream.types import MaskRows, Request, SamplingParams
+from tests.support.grammar_kit import EOS, VOCAB, WORDS, write_characters
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("characters")
+    write_characters(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return Tokenizer.from_dir(folder)
+
+
+@pytest.fixture
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS])
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(c) for c in text]
+
+
+def words(row: np.ndarray) -> set[str]:
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    assert not bits[VOCAB:].any()
+    return {WORDS[i] for i in np.nonzero(bits)[0] if i < len(WORDS)}
+
+
+def opened(grammars: Grammars, stop_ids: Sequence[int] = (EOS,), **spec: Any) -> GrammarMasks:
+    fields = {k: spec.pop(k) for k in ("min_tokens", "max_tokens") if k in spec}
+    params = SamplingParams(structured_outputs=StructuredOutputsParams(**spec), **{"max_tokens": 99, **fields})
+    request = Request(request_id="r", prompt_token_ids=(5,), params=params, max_len=100, stop_ids=tuple(stop_ids))
+    return grammars.open(request)
+
+
+def rows(masks: GrammarMasks, outputs: str | list[int] = "", drafts: Any = "", parents: Any = None) -> MaskRows:
+    given = ids(drafts) if isinstance(drafts, str) else drafts
+    masks.ask(
+        ids(outputs) if isinstance(outputs, str) else outputs, given, range(len(given)) if parents is None else parents
+    )
+    end = time.monotonic() + 20
+    while (found := masks.poll()) is None:
+        assert time.monotonic() < end
+        masks._owner.wait(0.01)
+    return found
+
+
+def test_a_row_per_draft(grammars: Grammars) -> None:
+    masks = opened(grammars, regex="[ax]b(c|d)[0-9]")
+    found = rows(masks, "", "abc1")
+    assert [words(r) for r in found] == [{"a", "ab", "x"}, {"b"}, {"c", "d"}, set("0123456789"), {"</s>"}]
+    # Rejections: fewer of them came true, and another one.
+    assert [words(r) for r in rows(masks, "abd", "7")] == [set("0123456789"), {"</s>"}]
+    assert words(rows(masks, "abd9")[0]) == {"</s>"}
+
+
+def test_behind_a_forbidden_draft_nothing_is_looked_at(grammars: Grammars) -> None:
+    masks = opened(grammars, regex="[ax]b(c|d)[0-9]")
+    found = rows(masks, "", [WORDS.index("a"), WORDS.index("x"), 127, -1, 10_000])
+    assert [words(found[0]), words(found[1])] == [{"a", "ab", "x"}, {"b"}]
+    assert (found[2:] == -1).all()
+
+
+def test_a_tree_of_drafts(grammars: Grammars) -> None:
+    masks = opened(grammars, regex="a(b[01]|c[23])")
+    drafts = ids("abc") + ids("23") + ids("0")
+    found = rows(masks, "", drafts, [0, 1, 1, 3, 3, 2])
+    want = [{"a", "ab"}, {"b", "c"}, {"0", "1"}, {"2", "3"}, {"</s>"}, {"</s>"}, {"</s>"}]
+    assert [words(r) for r in found] == want
+    assert words(rows(masks, "ac")[0]) == {"2", "3"}
+
+
+def test_min_tokens_is_in_the_masks_and_yields_to_the_grammar(grammars: Grammars) -> None:
+    masks = opened(grammars, regex="[ax]b?c?", min_tokens=4)
+    assert [words(r) for r in rows(masks, "", "abc")] == [{"a", "ab", "x"}, {"b", "c"}, {"c"}, {"</s>"}]
+    other = opened(grammars, regex="[ab]*", min_tokens=2, stop_ids=(EOS, WORDS.index("b")))
+    assert [words(r) for r in rows(other, "", "aa")] == [{"a", "ab"}, {"a", "ab"}, {"a", "b", "ab", "</s>"}]
+
+
+def test_after_the_end_more_ends_may_follow(grammars: Grammars) -> None:
+    """ignore_eos: the request goes on, the grammar has nothing more to say."""
+    masks = opened(grammars, regex="a", stop_ids=())
+    assert [words(r) for r in rows(masks, "", [*ids("a"), EOS, EOS])] == [{"a"}, *[{"</s>"}] * 3]
+    assert words(rows(masks, [*ids("a"), EOS, EOS], [EOS])[1]) == {"</s>"}
+
+
+@pytest.mark.parametrize("after", ["</think>", "b!"])
+def test_nothing_is_masked_before_the_reasoning_ends(grammars: Grammars, after: str) -> None:
+    end = [WORDS.index(after)] if after in WORDS else ids(after)
+    masks = opened(grammars, regex="[0-9]x", after=after)
+    found = rows(masks, "", [*ids("q"), *end, *ids("\n"), *ids("5")])
+    free = 1 + len(end)
+    assert (found[:free] == -1).all()
+    assert words(found[free]) == set("0123456789")
+    assert (found[free + 1 :] == -1).all(), "white space behind it is not the grammar's"
+    assert words(rows(masks, [*ids("q"), *end, *ids("5")])[0]) == {"x"}
+
+
+def test_schemas_and_copies(grammars: Grammars) -> None:
+    one, two = (opened(grammars, json=SCHEMA, disable_any_whitespace=True) for _ in range(2))
+    assert words(rows(one)[0]) == words(rows(two)[0]) == {'{"'}, "forced text is written as the tokenizer writes it"
+    assert words(rows(one, '{"a":')[0]) == {"t", "f", "true", "false"}
+    assert words(rows(two, '{"a":f')[0]) == {"a"}
+    assert len(grammars._compiled) == 1, "copies share what is compiled"
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "(a"}, "regex"), ({"grammar": "start: b"}, "grammar"), ({"grammar": "root ::= x"}, "grammar"),
+    ({"json": {"type": "bogus"}}, "json"), ({"json": {"$ref": "#/nowhere"}}, "json"), ({"regex": "é"}, "no token"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "says"), BAD, ids=range(len(BAD)))
+def test_what_cannot_be_compiled_says_why(grammars: Grammars, spec: dict[str, Any], says: str) -> None:
+    for _ in range(2):  # the second is known already
+        with pytest.raises(InvalidRequestError, match=says) as caught:
+            grammars.check(StructuredOutputsParams(**spec))
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    with pytest.raises(InvalidRequestError, match=says):
+        rows(opened(grammars, **spec))
+    assert words(rows(opened(grammars, regex="a"))[0]) == {"a"}, "others are not affected"
+
+
+DEEP: Any = {}
+for _ in range(MAX_DEPTH + 1):
+    DEEP = {"items": DEEP}
+SPECS: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one"), ({"regex": "a", "json": {}}, "exactly one"), ({"regex": 5}, "regex=5"),
+    ({"regex": ""}, "exactly|regex"),
+    ({"regex": "a" * 10_000}, "limit is 8192"), ({"grammar": "a" * (MAX_CHARS + 1)}, f"limit is {MAX_CHARS}"),
+    ({"json": DEEP}, f"more than {MAX_DEPTH} levels"), ({"json": "x"}, "not valid JSON"), ({"json": [1]}, "object"),
+    ({"json": {"enum": ["a" * MAX_CHARS]}}, f"limit is {MAX_CHARS}"), ({"json": {"x": float("nan")}}, "JSON"),
+    ({"json": "[" * 100_000}, "characters|JSON"), ({"json": {"x": {1, 2}}}, "JSON cannot"),
+    ({"choice": []}, "choice"), ({"choice": "ab"}, "choice"), ({"choice": ["a", 1]}, "choice 1"),
+    ({"choice": [""]}, "non-empty"),
+    ({"choice": ["a"] * 1025}, "limit is 1024"), ({"choice": ["\ud800"]}, "surrogate"),
+    ({"json_object": "yes"}, "json_object"),
+    ({"regex": "a", "after": "x" * 300}, "limit is 256"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "says"), SPECS, ids=range(len(SPECS)))
+def test_limits(spec: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequestError, match=says):
+        StructuredOutputsParams(**spec)
+    with pytest.raises(InvalidRequestError, match=says):
+        SamplingParams(structured_outputs=spec)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["whitespace_pattern", "structural_tag", "disable_additional_properties"])
+def test_what_is_not_built_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=name):
+        StructuredOutputsParams(regex="a", **{name: "x"})  # type: ignore[arg-type]
+
+
+def test_a_slow_grammar_ends_alone(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling takes too long: an error for its request, in time; the thread goes on, others compile beside it."""
+    held, build = threading.Event(), Grammars._build
+
+    def slow(self: Grammars, spec: StructuredOutputsParams) -> Any:
+        if spec.regex == "slow":
+            held.wait(60)
+        return build(self, spec)
+
+    monkeypatch.setattr(Grammars, "_build", slow)
+    grammars = Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS], compile_seconds=0.2)
+    try:
+        with pytest.raises(InvalidRequestError, match=r"takes more than 0\.2 s"):
+            grammars.check(StructuredOutputsParams(regex="slow"))
+        masks = opened(grammars, regex="slow")
+        with pytest.raises(RequestFailedError, match=r"more than 0\.2 s"):
+            rows(masks)
+        grammars.compile_seconds = 20.0
+        assert words(rows(opened(grammars, regex="ab"))[0]) == {"ab"}
+    finally:
+        held.set()
+
+
+def test_a_token_against_the_grammar_is_an_error_of_the_request(grammars: Grammars) -> None:
+    masks = opened(grammars, regex="ab")
+    rows(masks)
+    with pytest.raises(RequestFailedError, match="the grammar"):
+        rows(masks, "x")
+
+
+def test_without_the_library_or_a_tokenizer(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = StructuredOutputsParams(regex="a")
+    for made, says in (
+        (Grammars(Tokenizer.absent(), vocab_size=9, eos_ids=[EOS]), "needs a tokenizer"),
+        (Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[]), "end-of-sequence"),
+        (Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS], unavailable="not here"), "not here"),
+    ):
+        with pytest.raises(UnsupportedError, match=says):
+            made.check(spec)
+        with pytest.raises(UnsupportedError, match=says):
+            rows(opened(made, regex="a"))
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(UnsupportedError, match=r"slipstream\[grammar\]"):
+        Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS]).check(spec)

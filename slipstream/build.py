@@ -19,7 +19,7 @@ from slipstream.device.catch_up import CatchUp
 from slipstream.device.frame import Frame
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
-from slipstream.draft.detect import OWN, Head, load_head
+from slipstream.draft.detect import OWN, Head, load_head, unknown_draft
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import ConfidentDrafter, Drafter
 from slipstream.draft.tree import TreeShape
@@ -83,7 +83,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
             )  # fmt: skip
             draft_loaded = _load(config, config.draft, device) if head is None else None
         except ModelLoadError as error:
-            raise ModelLoadError(f"draft={config.draft!r}{_unknown_draft(config.draft)}: {error}") from None
+            raise ModelLoadError(f"draft={config.draft!r}{unknown_draft(config.draft)}: {error}") from None
         if config.num_drafts is None and head is not None:
             num_drafts = getattr(head.model, "max_drafts", num_drafts)
         if draft_loaded is not None:
@@ -136,6 +136,9 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     cuts = isinstance(drafter, ConfidentDrafter) and drafter.cuts
     # With one frame in flight and exact rows every draft that is offered gets its row.
     engine = replace(engine, late_counts=cuts and bool(engine.row_tiers or engine.run_ahead > 1))
+    # A draft model keeps KV of what it drafted; blocks, trees and confidences are judged by the law of the drafts.
+    plain = not (cuts or draft_loaded or shape or engine.confidence_schedule) and config.verifier == "chain"
+    engine = replace(engine, grammar_drafts=plain and num_drafts > 0, draft_laws=state.draft_q is not None)
     states = None if recurrent is None else _states(recurrent, state, engine, model)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, synthetic=config.synthetic_acceptance,
@@ -213,11 +216,6 @@ def _tree(config: LLMConfig, head: Head | None) -> TreeShape | None:
             f"synthetic_acceptance={synthetic} must be from 1 to {shape.depth + 1}, the levels of the tree and one more"
         )
     return shape
-
-
-def _unknown_draft(name: str) -> str:
-    """What to say of a draft that does not load, where it may be a misspelt word."""
-    return "" if name == OWN or Path(name).expanduser().exists() else ' is neither "ngram", "suffix", "mtp" nor a draft'
 
 
 def _check_confidence(config: LLMConfig, head: Head | None) -> None:

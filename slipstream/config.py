@@ -43,11 +43,13 @@ class EngineConfig:
     slots, rows per slot, drafts made, seconds) of captured frames; empty: frames say themselves how long they took.
     confidence_schedule: rows of a frame follow from the drafts' confidences and from row_seconds: (slots, rows,
     seconds) of timed frames. late_counts: how many drafts a round offers depends on which they are, so a frame that
-    judges them must not have its rows from that. catch_up: committed positions that a drafter with a cache of its own
-    may lag behind, 0: none, so that all frames have to draft. max_stop_ids: stop token ids of a request, those that
-    end a sequence for the model included. window: positions that rows of layers with a sliding window see, 0 without
-    such layers; window_pages: page ids of those layers are 1..window_pages. saved_states: states of recurrent layers
-    that are kept, running requests' and the prefix cache's, one every state_interval tokens; 0 without such layers.
+    judges them must not have its rows from that. grammar_drafts: masks bring drafts too, where a grammar leaves one
+    token only. draft_laws: drafts of unseeded requests are drawn. catch_up: committed positions that a drafter with a
+    cache of its own may lag behind, 0: none, so that all frames have to draft. max_stop_ids: stop token ids of a
+    request, those that end a sequence for the model included. window: positions that rows of layers with a sliding
+    window see, 0 without such layers; window_pages: page ids of those layers are 1..window_pages. saved_states: states
+    of recurrent layers that are kept, running requests' and the prefix cache's, one every state_interval tokens; 0
+    without such layers.
     """
 
     max_slots: int = 16
@@ -69,6 +71,8 @@ class EngineConfig:
     adaptive: bool = False
     frame_seconds: tuple[tuple[int, int, int, float], ...] = ()
     confidence_schedule: bool = False
+    grammar_drafts: bool = False
+    draft_laws: bool = False
     row_seconds: tuple[tuple[int, int, float], ...] = ()
     late_counts: bool = False
     catch_up: int = 0

@@ -1,11 +1,15 @@
-"""What the text of an answer must look like: a JSON schema, a regular expression, a list of choices, a grammar."""
+"""What the text of an answer must look like: a JSON schema, a regular expression, a list of choices, a grammar; and the
+masks over the vocabulary that follow from it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from slipstream.errors import InvalidRequestError, UnsupportedError
 
@@ -141,3 +145,25 @@ def _clean(name: str, text: str) -> None:
         raise InvalidRequestError(
             f"structured_outputs: {name} holds a lone surrogate at character {error.start}"
         ) from None
+
+
+MaskRows = npt.NDArray[np.int32]
+"""Masks over the vocabulary, one per row: bit t % 32 of word t // 32 says that token t may come next."""
+
+
+class RoundMasks(NamedTuple):
+    """Masks of a round, [1 + drafts, words]. drafts: what to verify instead of the drafter's; None: those."""
+
+    rows: MaskRows
+    drafts: tuple[int, ...] | None = None
+
+
+class Masks(NamedTuple):
+    """Bulk: what `slot` may emit in this launch, [n, words]: after its last token, then after each of its drafts.
+
+    drafts: replace the slot's, a chain; None: the drafter's stay.
+    """
+
+    slot: int
+    rows: MaskRows
+    drafts: tuple[int, ...] | None = None

@@ -20,6 +20,7 @@ from slipstream.logprobs import FrameLogprobs, TokenLogprob
 from slipstream.params import MAX_DRAFTS as MAX_DRAFTS  # noqa: PLC0414 (it is part of this module)
 from slipstream.params import MAX_LOGIT_BIAS as MAX_LOGIT_BIAS  # noqa: PLC0414 (it is part of this module)
 from slipstream.params import SamplingParams as SamplingParams  # noqa: PLC0414 (it is part of this module)
+from slipstream.structured import Masks
 
 MAX_STOP_IDS = 16
 """Stop token ids of a request, end-of-sequence ids included. A model that has more than half of these of its own gets
@@ -127,17 +128,6 @@ class PrefillSpan:
     start: int
     length: int
     last: bool
-
-
-MaskRows = npt.NDArray[np.int32]
-"""Masks over the vocabulary, one per row: bit t % 32 of word t // 32 says that token t may come next."""
-
-
-class Masks(NamedTuple):
-    """Bulk: what `slot` may emit in this launch, [n, words]: after its last token, then after each of its drafts."""
-
-    slot: int
-    rows: MaskRows
 
 
 class FramePlan(NamedTuple):

@@ -51,16 +51,8 @@ from slipstream.models.fused_hybrid import FusedHybrid
 from slipstream.models.mrope import Media
 from slipstream.models.registry import model_class
 from slipstream.models.weights import WeightBuilder
-from slipstream.types import (
-    RECORD_COLUMNS,
-    Admit,
-    FramePlan,
-    Masks,
-    PageAppend,
-    PrefillSpan,
-    Request,
-    SamplingParams,
-)
+from slipstream.structured import Masks
+from slipstream.types import RECORD_COLUMNS, Admit, FramePlan, PageAppend, PrefillSpan, Request, SamplingParams
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 64,

@@ -51,6 +51,10 @@ class ControlWriter:
             self._append("window_table", plan.window_pages)
         if plan.saved:
             self._append("saved", plan.saved)
+        for masks in plan.masks:
+            if masks.drafts is not None:
+                self._put("pending", masks.slot, masks.drafts, first=1)
+                self._put("draft_count", masks.slot, (len(masks.drafts),))
         if plan.decode and plan.decode != self._decode:
             self._put("decode", 0, plan.decode)
             self._decode = plan.decode

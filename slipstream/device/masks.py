@@ -11,7 +11,7 @@ from torch import Tensor
 from slipstream.device.staging import staging
 from slipstream.device.state import SlotState
 from slipstream.kernels.grammar import mask_rows, masked_rows
-from slipstream.types import Masks
+from slipstream.structured import Masks
 
 
 class MaskTable:
@@ -54,7 +54,7 @@ class MaskRing:
     def send(self, masks: Sequence[Masks]) -> None:
         """Apply them in stream order; the host does not wait."""
         n, rows_np, places_np = 0, self.rows_np[self.at], self.places_np[self.at]
-        for slot, given_np in masks:
+        for slot, given_np, _ in masks:
             m = min(len(given_np), self.width)
             rows_np[n : n + m] = given_np[:m]
             places_np[n : n + m] = range(slot * self.width, slot * self.width + m)

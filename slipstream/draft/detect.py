@@ -143,3 +143,8 @@ def drafter_class(kind: str) -> Any:
 def _named(target: str) -> Any:
     module, name = target.split(":")
     return getattr(import_module(module), name)
+
+
+def unknown_draft(name: str) -> str:
+    """What to say of a draft that does not load, where it may be a misspelt word."""
+    return "" if name == OWN or Path(name).expanduser().exists() else ' is neither "ngram", "suffix", "mtp" nor a draft'

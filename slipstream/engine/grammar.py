@@ -13,7 +13,8 @@ from typing import Protocol
 
 from slipstream.engine.sequence import Sequence, State
 from slipstream.errors import InvalidRequestError, SlipstreamError
-from slipstream.types import MaskRows, Masks, PrefillSpan, Request
+from slipstream.structured import Masks, RoundMasks
+from slipstream.types import PrefillSpan, Request, VerifyMode
 
 IDLE_SECONDS = 0.01
 """How long a step may wait for masks when nothing else can run; what callers ask meanwhile waits as long."""
@@ -22,11 +23,14 @@ IDLE_SECONDS = 0.01
 class MaskSource(Protocol):
     """Masks of one sequence."""
 
-    def ask(self, outputs: Many[int], drafts: Many[int], parents: Many[int]) -> None:
-        """Start on the masks after all `outputs` so far, and after each draft; parents[i]: the row draft i follows."""
+    def ask(self, outputs: Many[int], drafts: Many[int], parents: Many[int], most: int = 0) -> None:
+        """Start on the masks after all `outputs` so far, and after each draft; parents[i]: the row draft i follows.
 
-    def poll(self) -> MaskRows | None:
-        """[1 + drafts, words], once; None while they are not there. Raises SlipstreamError: the request ends."""
+        most: if above 0, the answer may replace the drafts, by so many at most: what the grammar has no choice about.
+        """
+
+    def poll(self) -> RoundMasks | None:
+        """The answer, once; None while it is not there. Raises SlipstreamError: the request ends."""
 
 
 class Grammars(Protocol):
@@ -38,10 +42,11 @@ class Grammars(Protocol):
 
 
 class GrammarDesk:
-    """Asks for masks and takes them in; one per engine. pending: sequences whose masks have been asked for."""
+    """Asks for masks and takes them in; one per engine. pending: sequences whose masks have been asked for. drafts,
+    laws: `EngineConfig.grammar_drafts` and `draft_laws`."""
 
-    def __init__(self, grammars: Grammars | None) -> None:
-        self.grammars = grammars
+    def __init__(self, grammars: Grammars | None, *, drafts: bool = False, laws: bool = False) -> None:
+        self.grammars, self.drafts, self.laws = grammars, drafts, laws
         self.pending: list[Sequence] = []
 
     def check(self, request: Request) -> None:
@@ -56,17 +61,20 @@ class GrammarDesk:
         assert self.grammars is not None
         seq.grammar = self.grammars.open(seq.request)
         seq.state = State.HELD
-        self._ask(seq, (), ())
+        self._ask(seq, (), (), 0)
         return True
 
     def collected(self, seq: Sequence, drafts: Many[int], parents: Many[int] | None) -> None:
         """A record of it is in: seq.outputs are all its tokens, `drafts` the ones that its next frame verifies."""
-        self._ask(seq, drafts, range(len(drafts)) if parents is None else parents)
+        # What a law has drawn is judged, row for row: whether it gets a row must not depend on what it is.
+        kept = not self.drafts or (self.laws and seq.request.mode is VerifyMode.REJECTION)
+        most = 0 if kept else min(seq.num_drafts, seq.max_len - seq.length - 2)
+        self._ask(seq, drafts, range(len(drafts)) if parents is None else parents, max(0, most))
 
-    def _ask(self, seq: Sequence, drafts: Many[int], parents: Many[int]) -> None:
+    def _ask(self, seq: Sequence, drafts: Many[int], parents: Many[int], most: int) -> None:
         assert seq.grammar is not None
         seq.masks = None
-        seq.grammar.ask(seq.outputs, drafts, parents)
+        seq.grammar.ask(seq.outputs, drafts, parents, most)
         self.pending.append(seq)
 
     def arrived(self) -> list[tuple[Sequence, str | None]]:
@@ -83,8 +91,10 @@ class GrammarDesk:
                 continue
             if seq.masks is None:
                 still.append(seq)
-            else:
-                found.append((seq, None))
+                continue
+            if seq.masks.drafts is not None:
+                seq.wanted = 1 + len(seq.masks.drafts)
+            found.append((seq, None))
         self.pending = still
         return found
 
@@ -102,6 +112,6 @@ def may_decode(seq: Sequence) -> bool:
 def masks_of(decoding: Many[Sequence], spans: Many[tuple[Sequence, PrefillSpan]]) -> tuple[Masks, ...]:
     """What goes up with a launch: masks of the rows that its frame may verify, and of first tokens."""
     ends = [s for s, span in spans if span.last]
-    return tuple(Masks(s.slot, s.masks) for s in decoding if s.masks is not None) + tuple(
-        Masks(s.slot, s.masks[:1]) for s in ends if s.masks is not None
+    return tuple(Masks(s.slot, *s.masks) for s in decoding if s.masks is not None) + tuple(
+        Masks(s.slot, s.masks.rows[:1]) for s in ends if s.masks is not None
     )

@@ -92,7 +92,7 @@ class Scheduler:
         self.config = config
         self.metrics = metrics
         self.ledger = Ledger(config, tuple(followers))
-        self.desk = GrammarDesk(grammars)
+        self.desk = GrammarDesk(grammars, drafts=config.grammar_drafts, laws=config.draft_laws)
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}
         """By slot, in order of admission; preempted ones stay until their last launch is collected."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from slipstream.engine.radix import Node
 from slipstream.logprobs import TokenLogprob
-from slipstream.types import MaskRows, Request, Round, SpecStats
+from slipstream.structured import RoundMasks
+from slipstream.types import Request, Round, SpecStats
 
 if TYPE_CHECKING:
     from slipstream.engine.grammar import MaskSource
@@ -65,7 +66,7 @@ class Sequence:
     counted: SpecStats = field(default_factory=SpecStats)
     rounds: list[Round] = field(default_factory=list)
     grammar: MaskSource | None = None
-    masks: MaskRows | None = None
+    masks: RoundMasks | None = None
     slot: int = 0
     generation: int = 0
     tokens: tuple[int, ...] = ()

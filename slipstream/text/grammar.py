@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from slipstream.errors import InvalidRequestError, RequestFailedError, SlipstreamError, UnsupportedError
-from slipstream.structured import StructuredOutputsParams
+from slipstream.structured import MaskRows, RoundMasks, StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
-from slipstream.types import MaskRows, Request
+from slipstream.types import Request
 
 COMPILE_SECONDS = 10.0
 """Most time from asking for a grammar to its first mask, queueing included."""
@@ -201,19 +201,21 @@ class GrammarMasks:
         self._matcher: Any = None
         self._read = 0  # output tokens that the matcher has consumed
         self._free = _Until(spec.after.encode()) if spec.after else None
-        self._job: Future[MaskRows] | None = None
+        self._job: Future[RoundMasks] | None = None
         self._asked = 0.0
         self._seconds = owner.compile_seconds
 
-    def ask(self, outputs: Sequence[int], drafts: Sequence[int], parents: Sequence[int]) -> None:
+    def ask(self, outputs: Sequence[int], drafts: Sequence[int], parents: Sequence[int], most: int = 0) -> None:
         """Start on the masks after `outputs`, and after each draft behind them.
 
-        parents[i]: the row that draft i follows, 0 for the outputs' end, j for draft j - 1.
+        parents[i]: the row that draft i follows, 0 for the outputs' end, j for draft j - 1. most: above 0, and of a
+        chain, drafts that the answer may have instead: where the grammar leaves one token, that one, whatever was
+        drafted; nothing stands behind a draft that it forbids.
         """
         owner = self._owner
         assert self._job is None, "asked twice"
         self._job, self._asked = Future(), time.monotonic()
-        args = (self._job, tuple(outputs[self._read :]), tuple(drafts), tuple(parents))
+        args = (self._job, tuple(outputs[self._read :]), tuple(drafts), tuple(parents), most)
         if self._matcher is not None:
             owner.submit(self._run, *args)
             return
@@ -223,8 +225,8 @@ class GrammarMasks:
         except SlipstreamError as error:
             self._job.set_exception(error)
 
-    def poll(self) -> MaskRows | None:
-        """Masks [1 + drafts, words], int32, or None while they are not there.
+    def poll(self) -> RoundMasks | None:
+        """Masks and what to verify, or None while they are not there.
 
         Raises what ended them: InvalidRequestError, RequestFailedError.
         """
@@ -238,23 +240,54 @@ class GrammarMasks:
         self._job, self._seconds = None, MASK_SECONDS
         return job.result()
 
-    def _run(self, job: Future[MaskRows], new: Sequence[int], drafts: Sequence[int], parents: Sequence[int]) -> None:
+    def _run(
+        self, job: Future[RoundMasks], new: Sequence[int], drafts: Sequence[int], parents: Sequence[int], most: int
+    ) -> None:
         try:
             if self._matcher is None:
                 self._matcher = self._owner.compiled(self._spec).result().deep_copy()
-            rows = self._rows(new, drafts, parents)
+            for token in new:
+                self._consume(token)
+            self._read += len(new)
+            found = self._along(drafts, most) if most else RoundMasks(self._rows(drafts, parents))
         except SlipstreamError as error:
             job.set_exception(error)
         except Exception as error:
             job.set_exception(RequestFailedError(f"{GRAMMAR_FAULT} failed: {type(error).__name__}"))
         else:
-            job.set_result(rows)
+            job.set_result(found)
         self._owner.changed.set()
 
-    def _rows(self, new: Sequence[int], drafts: Sequence[int], parents: Sequence[int]) -> MaskRows:
-        for token in new:
-            self._consume(token)
-        self._read += len(new)
+    def _along(self, drafts: Sequence[int], most: int) -> RoundMasks:
+        """Masks along one chain: the drafts, but what the grammar forces where it does."""
+        free, consumed = None if self._free is None else self._free.copy(), 0
+        rows: list[MaskRows] = []
+        chain: list[int] = []
+        wanted = list(drafts[:most])
+        while True:
+            row = np.full(self._owner.words, -1, dtype=np.int32)
+            self._fill(row, self._read + len(chain))
+            rows.append(row)
+            at = len(chain)
+            if chain and chain[-1] in self._owner.eos_ids:
+                break
+            token = _only(row)
+            drafted = wanted[at] if at < len(wanted) and chain == wanted[:at] else None
+            if at == most or (token is None and drafted is None):
+                break
+            if token is None and drafted is not None:
+                token = drafted
+                if not self._allows(row, token):  # judged all the same, and refused
+                    chain.append(token)
+                    rows.append(np.full(self._owner.words, -1, dtype=np.int32))
+                    break
+            assert token is not None
+            consumed += self._consume(token)
+            chain.append(token)
+        self._back(consumed, free)
+        return RoundMasks(np.stack(rows), None if tuple(chain) == tuple(drafts) else tuple(chain))
+
+    def _rows(self, drafts: Sequence[int], parents: Sequence[int]) -> MaskRows:
         out = np.full((1 + len(drafts), self._owner.words), -1, dtype=np.int32)
         children: list[list[int]] = [[] for _ in range(1 + len(drafts))]
         for i, parent in enumerate(parents):
@@ -267,6 +300,17 @@ class GrammarMasks:
     ) -> None:
         """Row `node`, for output number `index`, and the rows below it. What a row forbids has none: never reached."""
         row = out[node]
+        self._fill(row, index)
+        for child in children[node]:
+            token = drafts[child - 1]
+            if self._allows(row, token):
+                free = None if self._free is None else self._free.copy()
+                consumed = self._consume(token)
+                self._walk(child, index + 1, out, drafts, children)
+                self._back(consumed, free)
+
+    def _fill(self, row: MaskRows, index: int) -> None:
+        """What may be output number `index`; a row that comes as all ones."""
         if self._free is None:
             row[:] = self._owner.mask(self._matcher)
             self._check()
@@ -274,15 +318,14 @@ class GrammarMasks:
                 raise RequestFailedError(f"{GRAMMAR_FAULT} cannot go on: no token of the vocabulary continues it")
         if index < self._min_tokens and (row & ~self._ban).any():
             row &= ~self._ban  # a grammar that leaves only the end wins over min_tokens
-        for child in children[node]:
-            token = drafts[child - 1]
-            if 0 <= token < self._owner.vocab_size and row[token // 32] >> (token % 32) & 1:
-                free = None if self._free is None else self._free.copy()
-                consumed = self._consume(token)
-                self._walk(child, index + 1, out, drafts, children)
-                if consumed and not self._matcher.rollback(consumed):
-                    raise RequestFailedError(f"{GRAMMAR_FAULT} could not go back over a draft")
-                self._free = free
+
+    def _allows(self, row: MaskRows, token: int) -> bool:
+        return 0 <= token < self._owner.vocab_size and bool(row[token // 32] >> (token % 32) & 1)
+
+    def _back(self, consumed: int, free: _Until | None) -> None:
+        if consumed and not self._matcher.rollback(consumed):
+            raise RequestFailedError(f"{GRAMMAR_FAULT} could not go back over a draft")
+        self._free = free
 
     def _consume(self, token: int) -> int:
         """Read a token; how many the matcher took for it."""
@@ -306,6 +349,13 @@ class GrammarMasks:
     def _check(self) -> None:
         if self._matcher.is_error():
             raise RequestFailedError(f"{GRAMMAR_FAULT} failed: {_short(self._matcher.get_error())}")
+
+
+def _only(row: MaskRows) -> int | None:
+    """The one token that a mask allows; None if there are more."""
+    at = np.flatnonzero(row)
+    word = int(row[at[0]]) & 0xFFFFFFFF if len(at) == 1 else 0
+    return int(at[0]) * 32 + word.bit_length() - 1 if word and not word & (word - 1) else None
 
 
 class _Until:

@@ -100,6 +100,25 @@ def test_speculative_equals_plain(cell: dict[str, Any], dirs: dict[str, Path], r
     llm.check_idle()
 
 
+@pytest.mark.parametrize("law", [{"temperature": 0}, {"temperature": 1.3, "seed": 4}, {"temperature": 1.3}])
+@pytest.mark.parametrize("run_ahead", [1, 2])
+def test_forced_text_is_drafted(
+    run_ahead: int, law: dict[str, Any], dirs: dict[str, Path], reference: GrammarReference
+) -> None:
+    """An n-gram drafter finds nothing in new text; the grammar knows most of it."""
+    regex = "the (quick|lazy) vixen jumps [0-9] times!"
+    llm = engine(dirs, "ngram", reference, run_ahead=run_ahead, max_model_len=64)
+    params = SamplingParams(max_tokens=50, structured_outputs={"regex": regex}, **law)
+    [out] = llm.generate([[9, 40]], params)
+    text = llm.tokenizer.decode(out.outputs[0].token_ids)
+    assert re.fullmatch(regex, text) and out.outputs[0].finish_reason == "stop"
+    assert out.spec.rounds <= len(out.outputs[0].token_ids) / 2.5
+    assert out.spec.drafted - out.spec.accepted <= 6
+    if "seed" in law or law["temperature"] == 0:
+        assert out.outputs[0].token_ids == reference.continuation((9, 40), params)
+    llm.check_idle()
+
+
 @pytest.mark.parametrize(("drafter", "run_ahead"), [("oracle", 1), ("draft", 2), ("oracle-tree", 8)])
 def test_preempted_in_the_middle_of_a_grammar(
     drafter: str, run_ahead: int, dirs: dict[str, Path], reference: GrammarReference

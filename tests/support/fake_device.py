@@ -13,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from slipstream.engine.budget import Schedule
-from slipstream.types import FinishCode, FramePlan, FrameResult, MaskRows, Request
+from slipstream.structured import MaskRows
+from slipstream.types import FinishCode, FramePlan, FrameResult, Request
 from tests.support.fake_grammar import allowed_after, allowed_by
 
 
@@ -196,8 +197,9 @@ class FakeDevice:
         """Every slot with a grammar has masks in its launch, and they are those of its tokens and drafts."""
         for slot in self.slots.values():
             slot.masks = None
-        for s, rows in plan.masks:
+        for s, rows, drafts in plan.masks:
             self.slots[s].masks = rows
+            assert drafts is None
         ends = [p.slot for p in plan.prefill if p.last]
         named = [self.slots[s] for s in (*(s for s in plan.decode if s), *ends)]
         assert plan.masked == any(s.grammar for s in named)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from slipstream.errors import RequestFailedError
-from slipstream.types import MaskRows, Request
+from slipstream.structured import MaskRows, RoundMasks
+from slipstream.types import Request
 
 
 def allowed_after(request: Request, outputs: Sequence[int], vocab: int) -> list[int]:
@@ -35,12 +36,12 @@ class FakeMasks:
     fails_at: int | None = None
     asked: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
-    def ask(self, outputs: Sequence[int], drafts: Sequence[int], parents: Sequence[int]) -> None:
+    def ask(self, outputs: Sequence[int], drafts: Sequence[int], parents: Sequence[int], most: int = 0) -> None:
         assert self.asked is None, "asked twice"
         assert list(parents) == list(range(len(drafts)))
         self.asked = tuple(outputs), tuple(drafts)
 
-    def poll(self) -> MaskRows | None:
+    def poll(self) -> RoundMasks | None:
         if self.asked is None or not self.ready():
             return None
         (outputs, drafts), self.asked = self.asked, None
@@ -51,7 +52,7 @@ class FakeMasks:
             bits = np.zeros(32 * len(row), dtype=np.uint8)
             bits[allowed_after(self.request, (*outputs, *drafts[:i]), self.vocab)] = 1
             row[:] = np.packbits(bits, bitorder="little").view(np.int32)
-        return rows
+        return RoundMasks(rows)
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 from slipstream.device.masks import MaskRing, MaskTable
 from slipstream.device.state import SlotState
 from slipstream.kernels.grammar import mask_rows, masked_rows
-from slipstream.types import Masks
+from slipstream.structured import Masks
 
 SLOTS, DRAFTS = 3, 2
 

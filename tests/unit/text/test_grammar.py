@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("llguidance")
 
 from slipstream.errors import InvalidRequestError, RequestFailedError, UnsupportedError
-from slipstream.structured import MAX_CHARS, MAX_DEPTH, StructuredOutputsParams
+from slipstream.structured import MAX_CHARS, MAX_DEPTH, MaskRows, RoundMasks, StructuredOutputsParams
 from slipstream.text import Tokenizer
 from slipstream.text.grammar import GrammarMasks, Grammars
-from slipstream.types import MaskRows, Request, SamplingParams
+from slipstream.types import Request, SamplingParams
 from tests.support.grammar_kit import EOS, VOCAB, WORDS, write_characters
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -54,10 +54,15 @@ def opened(grammars: Grammars, stop_ids: Sequence[int] = (EOS,), **spec: Any) ->
 
 
 def rows(masks: GrammarMasks, outputs: str | list[int] = "", drafts: Any = "", parents: Any = None) -> MaskRows:
+    return answer(masks, outputs, drafts, parents).rows
+
+
+def answer(
+    masks: GrammarMasks, outputs: str | list[int] = "", drafts: Any = "", parents: Any = None, most: int = 0
+) -> RoundMasks:
     given = ids(drafts) if isinstance(drafts, str) else drafts
-    masks.ask(
-        ids(outputs) if isinstance(outputs, str) else outputs, given, range(len(given)) if parents is None else parents
-    )
+    outputs = ids(outputs) if isinstance(outputs, str) else outputs
+    masks.ask(outputs, given, range(len(given)) if parents is None else parents, most)
     end = time.monotonic() + 20
     while (found := masks.poll()) is None:
         assert time.monotonic() < end
@@ -88,6 +93,35 @@ def test_a_tree_of_drafts(grammars: Grammars) -> None:
     want = [{"a", "ab"}, {"b", "c"}, {"0", "1"}, {"2", "3"}, {"</s>"}, {"</s>"}, {"</s>"}]
     assert [words(r) for r in found] == want
     assert words(rows(masks, "ac")[0]) == {"2", "3"}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "drafts", "most", "want"),
+    [
+        ("", "", 3, None),  # a choice comes first
+        ("a", "", 3, "bcd"),  # forced text, which nobody drafted
+        ("a", "", 2, "bc"),
+        ("a", "xyz", 3, "bcd"),
+        ("a", "bcd", 3, None),
+        ("a", "bcd2", 4, None),  # the drafter's choice behind it
+        ("a", "bcdx", 4, None),  # one that is forbidden is judged
+        ("a", "bqd2", 4, "bcd"),
+        ("", "qbc", 4, "q"),  # nothing behind a forbidden one
+        ("abcd2", "", 4, "</s>"),
+        ("", "a", 4, "abcd"),
+        ("", "abcd3", 3, "abc"),
+    ],
+)
+def test_what_the_grammar_forces_is_drafted(
+    grammars: Grammars, outputs: str, drafts: str, most: int, want: str | None
+) -> None:
+    masks = opened(grammars, regex="[ax]bcd[0-9]")
+    found = answer(masks, outputs, drafts, most=most)
+    chain = ids(drafts) if want is None else [EOS] if want == "</s>" else ids(want)
+    assert found.drafts == (None if want is None else tuple(chain))
+    plain = opened(grammars, regex="[ax]bcd[0-9]")
+    assert (found.rows == rows(plain, outputs, chain)).all()
+    assert (rows(masks, outputs, chain) == found.rows).all(), "it is where it was"
 
 
 def test_min_tokens_is_in_the_masks_and_yields_to_the_grammar(grammars: Grammars) -> None:

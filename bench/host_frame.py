@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slipstream.config import EngineConfig
 from slipstream.device.logits import LogitStages
+from slipstream.device.media import GivenRows
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.engine.loop import EngineCore
@@ -39,6 +40,7 @@ class StubFrame:
     def __init__(self, state: SlotState) -> None:
         self.state = state
         self.logit_stages = LogitStages(state, 1, kernels=False)
+        self.given = GivenRows(state)
         self.kv, self.model = SimpleNamespace(page_size=32), SimpleNamespace(dtype=torch.bfloat16)
         self.ns = 0
 

@@ -88,7 +88,7 @@ def prompt_of(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[
 
 
 @pytest.mark.parametrize(("dtype", "page_size", "chunk"), [("float32", 1, 7), ("float64", 16, 256), ("float64", 4, 3)])
-@pytest.mark.parametrize("drafter", ["none", "ngram", "oracle"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "oracle", "mtp"])
 def test_a_mixed_batch_through_the_engine(
     golden_dir: Path, golden: tuple[dict[str, Any], dict[str, torch.Tensor]], dtype: str, page_size: int, chunk: int,
     drafter: str,
@@ -99,6 +99,7 @@ def test_a_mixed_batch_through_the_engine(
     text = [7, 19, 3, 88, 150, 4, 9]
     draft: dict[str, Any] = {
         "none": {},
+        "mtp": {"draft": "mtp"},
         "ngram": {"draft": "ngram", "draft_options": {"min_n": 1, "gate": False}},
         "oracle": {"draft": planted_oracle(lambda r: greedy if len(r.prompt_token_ids) > 9 else [0] * 8, vocab=256)},
     }[drafter]

@@ -340,6 +340,40 @@ def hybrid_cases(rows: Rows) -> Iterator[Case]:
     yield "gate_mul", lambda: gated.gate_mul(q, qkv), lambda: gated.gate_mul._init_fn(q, qkv)
 
 
+def block_cases(rows: Rows) -> Iterator[Case]:
+    """What a block drafter has besides, at Qwen3-8B's shape: five layers, a Markov head of rank 256."""
+    from slipstream.kernels import block, gemm
+
+    slots, width, vocab, rank, layers, heads, dim = rows.count // rows.per_slot, rows.per_slot, 151936, 256, 5, 8, 128
+    rand = lambda *size: torch.randn(*size, device="cuda").to(BF16)
+    work = Workspace("cuda")
+    x, w1, w2, base = (
+        rand(slots, rank),
+        rand(vocab, rank),
+        rand(vocab, rank),
+        torch.randn(slots, 2, vocab, device="cuda"),
+    )
+    tokens = torch.zeros(slots, 2, dtype=torch.int64, device="cuda")
+    step = (x, w2, base, 1, work.partial, work.counters)
+    greedy = lambda: gemm.markov_head(*step, False)
+    yield "markov_head", greedy, lambda: (base[:, 1] + F.linear(x, w2)).argmax(1)
+    _, best, where = greedy()
+    chosen = (best, where, w1, tokens, 1)
+    yield "markov_next", lambda: block.markov_next(*chosen), lambda: block.markov_next._init_fn(*chosen)
+    slot_B = torch.arange(1, slots + 1, device="cuda")
+    history = torch.zeros(slots + 1, 4096, dtype=torch.int64, device="cuda")
+    of_block = (slot_B, slot_B * 3, history, rows.table_SP, PAGE, 0, width)
+    yield "block_rows", lambda: block.block_rows(*of_block), lambda: block.block_rows._init_fn(*of_block)
+    cache, cos = rand(layers, 2, rows.num_pages + 1, PAGE, heads, dim), torch.rand(4096, dim // 2, device="cuda")
+    kv, gain, sq = (
+        rand(rows.count, layers * 2 * heads * dim),
+        rand(layers, dim),
+        torch.rand(1, rows.count, device="cuda"),
+    )
+    given = (kv, cache, cos, cos, gain, rows.table_SP, rows.slot_R, rows.pos_R, EPS, None, sq, 4096, EPS)
+    yield "context_write", lambda: block.context_write(*given), lambda: block.context_write._init_fn(*given)
+
+
 def kernel_us(launch: Callable[[], Any]) -> float:
     """µs of one of 10 launches in a row; its data may be in the cache, which is so in a frame but for weights."""
 
@@ -378,7 +412,7 @@ def main() -> int:
             for slots, per_slot in shapes_of(args.kernel_rows):
                 at = Rows(slots, per_slot, args.context)
                 for op, ours, baseline in itertools.chain(
-                    kernel_cases(at, SHAPES[name]), request_cases(at), hybrid_cases(at)
+                    kernel_cases(at, SHAPES[name]), request_cases(at), hybrid_cases(at), block_cases(at)
                 ):
                     seen.add(op)
                     times = {"us": round(kernel_us(ours), 2), "torch_us": round(kernel_us(baseline), 2)}

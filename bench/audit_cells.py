@@ -2,9 +2,10 @@
 
     python bench/audit_cells.py --models bench/configs/llama-3.2-1b,bench/configs/llama-3.1-8b --out cells.json
 
-A cell is a batch size, a kind of sampling (greedy, seeded, sampled with min-p, top-p and stop ids) and a drafter (none,
-n-gram with k = 3 and synthetic acceptance 3.0). Weights are loaded once per model. Exit code 1 if a cell shows what it
-must not: see `failures` in slipstream/benchmark/audit_cells.py.
+A cell is a batch size, a kind of sampling (greedy, seeded, sampled with min-p, top-p and stop ids, requests with
+penalties, biases and logprobs) and a drafter (none, n-gram with k = 3 and synthetic acceptance 3.0). Weights are
+loaded once per model. Exit code 1 if a cell shows what it must not: see `failures` in
+slipstream/benchmark/audit_cells.py.
 """
 
 from __future__ import annotations

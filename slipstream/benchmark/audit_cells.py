@@ -28,6 +28,15 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "seeded": {"temperature": 0.8, "seed": 7},
     "sampled": {"temperature": 0.8, "min_p": 0.02, "top_p": 0.9},
+    "requests": {
+        "temperature": 0.8,
+        "seed": 7,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "logit_bias": {3: 1.0, 5: -1.0},
+        "logprobs": 5,
+    },
 }
 PROMPT, SETTLE = 128, 8
 """Prompt tokens per sequence; frames between the last prompt row and the first measured frame."""

@@ -30,6 +30,7 @@ ENGINE_OPTIONS = (
     "capture_seconds",
     "capture_mib",
     "gpu_memory_mib",
+    "processors",
 )
 """Options that are handed to `LLM` under the same name when the user gave them."""
 
@@ -78,6 +79,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--capture-mib", type=float, metavar="MIB", help="the same in GPU memory (default 8192)")
     group.add_argument("--gpu-memory-mib", type=float, metavar="MIB", help="most for weights and KV pages on a GPU")
+    group.add_argument(
+        "--processor", action="append", dest="processors", metavar="NAME",
+        help="a custom logits processor, an entry point of an installed package; repeatable",
+    )  # fmt: skip
 
 
 def add_sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +105,9 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-p", type=float, default=1.0, metavar="P")
     group.add_argument("--top-k", type=int, default=-1, metavar="N")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="1, the default, is off")
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X")
     group.add_argument("--seed", type=int, metavar="S", help="same seed, same text, with or without drafts")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable")
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
@@ -123,6 +131,9 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         top_p=args.top_p,
         top_k=args.top_k,
         min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
         seed=args.seed,
         stop=tuple(args.stop),
         ignore_eos=args.ignore_eos,

@@ -12,7 +12,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.errors import InvalidRequestError
 from slipstream.outputs import Logprobs, RequestOutput
-from tests.support.equality_cells import TREE, model_dirs
+from tests.support.equality_cells import TREE, as_on_a_gpu, model_dirs
 from tests.support.kit import VOCAB
 from tests.support.pairwise import pairwise
 from tests.support.reference import DenseReference, planted_oracle
@@ -90,6 +90,31 @@ def test_equals_plain_decoding(dirs: dict[str, Path], reference: DenseReference,
     for out, prompt, s in zip(outs, prompts, params, strict=True):
         check_logprobs(out, prompt, s, reference)
     llm.check_idle()
+
+
+@pytest.mark.parametrize("drafter", ["none", "oracle", "oracle-tree"])
+def test_the_frame_as_it_runs_on_a_gpu(dirs: dict[str, Path], reference: DenseReference, drafter: str) -> None:
+    """The same frames out of the kernels' ops, each by its definition: greedy and seeded requests in one batch."""
+    prompts = [(5, 9, 31, 7), (8, 8, 60), (77, 2, 2, 2, 3), (4,)]
+    params = [
+        SamplingParams(
+            temperature=0.8 * (i % 2), seed=i, max_tokens=MAX_TOKENS, ignore_eos=True, logprobs=2, prompt_logprobs=1,
+            **(FIELDS[name] if name else {}),
+        )
+        for i, name in enumerate(("repetition", "of-the-output", "bias", None))
+    ]  # fmt: skip
+    oracle = planted_oracle(lambda r: reference.continuation(r.prompt_token_ids, r.params, r.child), vocab=VOCAB)
+    draft = {"none": None, "oracle": oracle, "oracle-tree": oracle_tree(oracle)}[drafter]
+    with LLM(
+        model=str(dirs["target"]), dtype="float64", draft=draft, num_drafts=3 if drafter == "oracle" else None,
+        draft_tree=TREE if drafter == "oracle-tree" else None, page_size=1, max_slots=4, max_model_len=64, run_ahead=2,
+    ) as llm:  # fmt: skip
+        as_on_a_gpu(llm)
+        outs = llm.generate([list(p) for p in prompts], params)
+        for out, p, s in zip(outs, prompts, params, strict=True):
+            assert out.outputs[0].token_ids == reference.continuation(p, s)
+            check_logprobs(out, p, s, reference)
+        llm.check_idle()
 
 
 def check_logprobs(out: RequestOutput, prompt: tuple[int, ...], s: SamplingParams, reference: DenseReference) -> None:

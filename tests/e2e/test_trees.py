@@ -13,8 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.device import frame as frame_room
 from slipstream.device import tree as tree_room
 from slipstream.errors import ConfigError
-from slipstream.kernels.workspace import Workspace
-from tests.support.equality_cells import TREE, model_dirs, run_cell
+from tests.support.equality_cells import TREE, as_on_a_gpu, model_dirs, run_cell
 from tests.support.reference import DenseReference
 
 CELL = {
@@ -117,15 +116,8 @@ def test_the_frame_as_it_runs_on_a_gpu(
 ) -> None:
     """The same frames out of the kernels' ops, each by its definition."""
 
-    def on_kernels(llm: LLM) -> None:
-        frame = llm._built.device.frame
-        frame.workspace, frame.kernels = Workspace("cpu", floats=8, counters=8), True
-        frame.laws = frame.state.laws()
-        if hasattr(frame.drafter, "workspace"):
-            frame.drafter.workspace = frame.workspace
-
     cell = {**CELL, "drafter": drafter, "sampling": sampling, "shapes": "padded", "run_ahead": 2, "page_size": 1}
-    run_cell(cell, dirs, reference, dtype="float64", prepare=on_kernels)
+    run_cell(cell, dirs, reference, dtype="float64", prepare=as_on_a_gpu)
 
 
 def test_a_mean_of_accepted_drafts_can_be_asked_for(dirs: dict[str, Path]) -> None:

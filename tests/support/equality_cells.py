@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream import LLM, SamplingParams
+from slipstream.kernels.workspace import Workspace
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.kit import VOCAB, perturb, tiny_model_dir
@@ -50,6 +51,16 @@ def model_dirs(root: Path, **changes: Any) -> dict[str, Path]:
         "dflash": write_block_draft(root / "dflash", target, "dflash"),
         "dspark": write_block_draft(root / "dspark", target, "dspark", head="gated"),
     }
+
+
+def as_on_a_gpu(llm: LLM) -> None:
+    """The engine's frames out of the kernels' ops, each by its definition."""
+    frame = llm._built.device.frame
+    frame.workspace, frame.kernels = Workspace("cpu", floats=8, counters=8), True
+    frame.cache.workspace, frame.logit_stages.kernels = frame.workspace, True
+    frame.laws = frame.state.laws()
+    if hasattr(frame.drafter, "workspace"):
+        frame.drafter.workspace = frame.workspace
 
 
 def make_params(cell: dict[str, Any], i: int, max_tokens: int) -> SamplingParams:

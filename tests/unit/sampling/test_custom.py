@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "reads a value": (lambda x, rows: x * float(x[0, 0].item()), "reads a tensor's value|item"),
     "branches": (lambda x, rows: x if bool((x > 0).any()) else -x, "reads a tensor's value|bool|branch"),
     "a list": (lambda x, rows: x + sum(x[0].tolist()), "reads a tensor's value|tolist"),
-    "numpy": (lambda x, rows: torch.from_numpy(np.tanh(x.numpy())), "."),
+    "numpy": (lambda x, rows: torch.from_numpy(np.tanh(x.numpy())), "numpy|Fake"),
     "a literal": (lambda x, rows: x + torch.tensor([1.0] * VOCAB), "from Python values"),
     "random": (lambda x, rows: x + torch.rand_like(x), "global generator"),
     "nonzero": (lambda x, rows: x.index_fill(1, (x[0] > 0).nonzero()[:, 0], 0.0), "depends on data"),
@@ -57,8 +58,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_everything_else_is_refused(function: Any, says: str) -> None:
     with pytest.raises(ConfigError, match="processor 'mine' cannot be captured") as error:
         load_processors({"mine": function}, VOCAB)
-    import re
-
     assert re.search(says, str(error.value)) and "structured_outputs" in str(error.value)
 
 
@@ -93,7 +92,7 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(importlib.metadata, "entry_points", points)
     assert load_processors(["soft"], VOCAB) == {"soft": softer}
-    with pytest.raises(ConfigError, match="no processor 'hard' .* known: broken, soft"):
+    with pytest.raises(ConfigError, match=r"no processor 'hard' .* known: broken, soft"):
         load_processors(["hard"], VOCAB)
     with pytest.raises(ConfigError, match="does not load: ImportError"):
         load_processors(["broken"], VOCAB)

@@ -91,7 +91,8 @@ def schemathesis(server: RunningServer, folder: Path, *words: str) -> None:
     """Bodies made from our OpenAPI document: no 5xx, and every answer is as the document says."""
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
     url = f"{server.url}/openapi.json"
-    command = [sys.executable, "-m", "schemathesis.cli", "run", url, "--checks", checks, *words]
+    more = ("--checks", checks, "--request-timeout", "120", *words)
+    command = [sys.executable, "-m", "schemathesis.cli", "run", url, *more]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=3000, check=False)
     assert done.returncode == 0 and "10 selected" in done.stdout, done.stdout[-4000:] + done.stderr[-1000:]
     check_after(server)

@@ -108,7 +108,7 @@ def gemm_config(epilogue: Epilogue, outputs: int, k: int, rows: int, itemsize: i
     if epilogue is Epilogue.HEAD and k <= 512:
         # A low-rank bias: few steps each, so many small programs that hide one another's start.
         bk = 128 if k % 128 == 0 else 64
-        return GemmConfig(bk=bk, stages=2, tma=outputs % 64 == 0 and k % bk == 0)
+        return GemmConfig(bk=bk, stages=3, tma=outputs % 64 == 0 and k % bk == 0)
     if epilogue is Epilogue.HEAD:
         bn, bk = (64, 128) if bucket == 16 else (128, 64)
         return GemmConfig(

@@ -264,7 +264,7 @@ def launch_absorb(absorbed, committed, slot, rows):
 
 def launch_delta_prompt(
     x, state, recent, saved, saved_in, places, conv, decay, dt, slot, pos, tile, out, *, key_heads, key_dim, interval,
-    early, precision="tf32x3", value_block=32, warps=4,
+    early, precision="tf32x3", value_block=32, warps=8,
 ):  # fmt: skip
     sizes, grid = _sizes(x, recent, state, key_heads, key_dim, value_block)
     rows, columns, history = x.shape[0], recent.shape[2], conv.shape[1] - 1

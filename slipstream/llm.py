@@ -175,14 +175,16 @@ class LLM:
 
     def stats(self) -> dict[str, Any]:
         """Engine counters, the seconds spent inside the device's frames, and what capturing them at start-up took
-        ({"graphs", "seconds", "mib"}; None where nothing is captured), and pages of layers with a sliding window
-        ({"pages", "free", "held", "most_held"}; None without such layers)."""
-        window = self._engine.scheduler.ledger.window
+        ({"graphs", "seconds", "mib"}; None where nothing is captured), pages of layers with a sliding window
+        ({"pages", "free", "held", "most_held"}; None without such layers), and saved states of recurrent layers
+        ({"states", "free", "cached"}; None where none are saved)."""
+        window, saved = self._engine.scheduler.ledger.window, self._engine.scheduler.ledger.saved
         return {
             **self._engine.metrics.snapshot(),
             "device_seconds": self._built.device.device_seconds,
             "capture": self.resolved["capture"],
             "window_pages": None if window is None else window.report(),
+            "saved_states": None if saved is None else saved.report(),
         }
 
     def check_idle(self) -> None:

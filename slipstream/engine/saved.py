@@ -124,10 +124,9 @@ class SavedStates:
         everyone = sorted([*self.free, *cached, *held])
         assert everyone == list(range(1, self.total + 1)), f"saved states leaked or doubled: {everyone}"
 
-    @property
-    def cached(self) -> int:
-        """Saved states in the cache."""
-        return len(self._nodes)
+    def report(self) -> dict[str, int]:
+        """For statistics: states in all, free, in the prefix cache; the others are running requests'."""
+        return {"states": self.total, "free": len(self.free), "cached": len(self._nodes)}
 
     def _later(self, slot: int, covered: int) -> list[PageAppend]:
         """Table entries for states behind the prompt's, as far as pages cover their tokens: two ids in turn."""

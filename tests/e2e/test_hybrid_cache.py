@@ -102,6 +102,7 @@ def test_a_state_from_decoding_is_hit(dirs: dict[str, Path], reference: DenseRef
     with engine(dirs, reference, "oracle", saved_states=4) as llm:
         answer = llm.generate(list(prompt), params)[0].outputs[0].token_ids
         assert answer == reference.continuation(prompt, params)
+        assert llm.stats()["saved_states"] == {"states": 4, "free": 1, "cached": 3}  # the prompt's, and the last two
         turn = (*prompt, *answer, 3)
         few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
         out = llm.generate(list(turn), few)[0]

@@ -43,7 +43,7 @@ def delta_prompt(
     interval: int, early: int, conv_CT: Tensor, decay_N: Tensor, dt_N: Tensor, key_heads: int, key_dim: int,
     slot_R: Tensor, pos_R: Tensor, tile_3T: Tensor,
 ) -> Tensor:  # fmt: skip
-    """`delta.delta_spans` of packed rows, in two launches. tile_3T: `delta_tiles` of them by PROMPT_TILE rows."""
+    """`delta.delta_spans` of packed rows, in three launches. tile_3T: `delta_tiles` of them by PROMPT_TILE rows."""
     memory = DeltaMemory(state_SNKV, recent_SMX, saved_ZNKV, saved_ZHX, saved_SC, saved_SC, interval, early)
     weights = DeltaWeights(conv_CT, decay_N, dt_N, key_heads, key_dim)
     return delta.delta_spans(x_RX, memory, weights, delta.spans_of(slot_R, pos_R))

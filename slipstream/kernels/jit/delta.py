@@ -141,12 +141,62 @@ def _inverse(low, L: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["tiles"])
+def delta_prepare_kernel(
+    x_ptr, recent_ptr, conv_ptr, decay_ptr, dt_ptr, slot_ptr, pos_ptr, tile_ptr, q_ptr, k_ptr, v_ptr, gate_ptr, mat_ptr,
+    tiles, x_stride, M,
+    N: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
+    KP: tl.constexpr, VP: tl.constexpr, L: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, N): what of a tile does not need the state before it. Its queries, keys and values; of each token
+    its decay since the tile began, and its beta; the inverse of the tile's system, and what queries see of its keys."""
+    t, n = tl.program_id(0), tl.program_id(1)
+    rows = tl.load(tile_ptr + 2 * tiles + t)
+    if rows > 0:
+        first, run = tl.load(tile_ptr + t), tl.load(tile_ptr + tiles + t)
+        slot, start = tl.load(slot_ptr + first), tl.load(pos_ptr + first)
+        ring = recent_ptr + slot * M * X
+        base = start - (first - run)  # inputs before the run's first row are in recent
+        x_row = x_ptr + run * x_stride
+        i, j, r = tl.arange(0, KP), tl.arange(0, VP), tl.arange(0, L)
+        live = r < rows
+        keys_ok, values_ok = live[:, None] & (i < DK)[None, :], live[:, None] & (j < DV)[None, :]
+        pos, same = start + r, r[:, None] * 0
+        key = n // (N // KEYS)
+        q_at, k_at, v_at = key * DK + i, (KEYS + key) * DK + i, 2 * KEYS * DK + n * DV + j
+        q = _mixed(x_row, ring, conv_ptr, q_at[None, :] + same, keys_ok, pos[:, None], base, x_stride, M, X, T)
+        k = _mixed(x_row, ring, conv_ptr, k_at[None, :] + same, keys_ok, pos[:, None], base, x_stride, M, X, T)
+        q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * SCALE)[:, None]
+        k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
+        if n % (N // KEYS) == 0:
+            to = ((first + r)[:, None] * KEYS + key) * DK + i[None, :]
+            tl.store(q_ptr + to, q, mask=keys_ok)
+            tl.store(k_ptr + to, k, mask=keys_ok)
+        v = _mixed(x_row, ring, conv_ptr, v_at[None, :] + same, values_ok, pos[:, None], base, x_stride, M, X, T)
+        tl.store(v_ptr + ((first + r)[:, None] * N + n) * DV + j[None, :], v, mask=values_ok)
+        gate = x_row + (pos - base) * x_stride + 2 * KEYS * DK + N * DV + n
+        a = tl.load(gate, mask=live, other=0.0).to(tl.float32)
+        beta = tl.sigmoid(tl.load(gate + N, mask=live, other=0.0).to(tl.float32))
+        g = tl.where(live, tl.load(decay_ptr + n) * _softplus(a + tl.load(dt_ptr + n)), 0.0)
+        total = tl.cumsum(g, 0)
+        to = gate_ptr + ((first + r) * N + n) * 2
+        tl.store(to, total, mask=live)
+        tl.store(to + 1, beta, mask=live)
+        between = tl.exp(tl.where(r[:, None] >= r[None, :], total[:, None] - total[None, :], 0.0))
+        k_k = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * tl.where(live, beta, 0.0)[:, None]
+        inverse = _inverse(tl.where(r[:, None] > r[None, :], k_k, 0.0), L, PRECISION)
+        q_k = tl.dot(q, tl.trans(k), input_precision=PRECISION) * between
+        to = mat_ptr + (t * N + n) * (2 * L * L) + r[:, None] * L + r[None, :]
+        tl.store(to, inverse)
+        tl.store(to + L * L, tl.where(r[:, None] >= r[None, :], q_k, 0.0))
+
+
+@triton.jit(do_not_specialize=["tiles"])
 def delta_prompt_kernel(
-    x_ptr, state_ptr, recent_ptr, saved_ptr, saved_in_ptr, places_ptr, conv_ptr, decay_ptr, dt_ptr, slot_ptr, pos_ptr,
-    tile_ptr, out_ptr,
+    x_ptr, state_ptr, recent_ptr, saved_ptr, saved_in_ptr, places_ptr, slot_ptr, pos_ptr, tile_ptr, q_ptr, k_ptr, v_ptr,
+    gate_ptr, mat_ptr, out_ptr,
     tiles, x_stride, M, places, interval, early,
     N: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, SLICE: tl.constexpr, SCALE: tl.constexpr, SAVES: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, L: tl.constexpr, SLICE: tl.constexpr, SAVES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (N, cdiv(DV, BV)): a program goes over all tiles in order; a run of rows of one slot is one sequence."""
@@ -154,52 +204,38 @@ def delta_prompt_kernel(
     i, j, r = tl.arange(0, KP), part * BV + tl.arange(0, BV), tl.arange(0, L)
     i_ok, j_ok = i < DK, j < DV
     key = n // (N // KEYS)
-    q_at, k_at, v_at = key * DK + i, (KEYS + key) * DK + i, 2 * KEYS * DK + n * DV + j
-    gate = 2 * KEYS * DK + N * DV + n
     inside = i_ok[:, None] & j_ok[None, :]
     place = n * (DK * DV) + i[:, None] * DV + j[None, :]
-    decay, dt = tl.load(decay_ptr + n), tl.load(dt_ptr + n)
     column = (n * tl.num_programs(1) + part) * SLICE + tl.arange(0, SLICE)
     kept = column < X
-    below, up_to = r[:, None] > r[None, :], r[:, None] >= r[None, :]
     state = tl.zeros([KP, BV], tl.float32)
     for t in range(tiles):
         rows = tl.load(tile_ptr + 2 * tiles + t)
         if rows > 0:
             first, run = tl.load(tile_ptr + t), tl.load(tile_ptr + tiles + t)
             slot, start = tl.load(slot_ptr + first), tl.load(pos_ptr + first)
-            ring = recent_ptr + slot * M * X
             home = state_ptr + slot * (N * DK * DV) + place
             if first == run:  # what a slot's last owner left is nothing to a sequence that begins
                 state = tl.load(home, mask=inside & (start > 0), other=0.0)
-            # Inputs before the run's first row are in recent.
-            base = start - (first - run)
-            x_row = x_ptr + run * x_stride
-            live, pos = r < rows, start + r
-            keys_ok, values_ok = live[:, None] & i_ok[None, :], live[:, None] & j_ok[None, :]
-            at, same = pos[:, None], r[:, None] * 0
-            q = _mixed(x_row, ring, conv_ptr, q_at[None, :] + same, keys_ok, at, base, x_stride, M, X, T)
-            k = _mixed(x_row, ring, conv_ptr, k_at[None, :] + same, keys_ok, at, base, x_stride, M, X, T)
-            v = _mixed(x_row, ring, conv_ptr, v_at[None, :] + same, values_ok, at, base, x_stride, M, X, T)
-            q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * SCALE)[:, None]
-            k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
-            a = tl.load(x_row + (pos - base) * x_stride + gate, mask=live, other=0.0).to(tl.float32)
-            beta = tl.load(x_row + (pos - base) * x_stride + gate + N, mask=live, other=0.0).to(tl.float32)
-            beta = tl.where(live, tl.sigmoid(beta), 0.0)
-            g = tl.where(live, decay * _softplus(a + dt), 0.0)
-            total, whole = tl.cumsum(g, 0), tl.sum(g, 0)
-            between = tl.exp(tl.where(up_to, total[:, None] - total[None, :], 0.0))
-            low = tl.dot(k, tl.trans(k), input_precision=PRECISION) * between * beta[:, None]
-            low = tl.where(below, low, 0.0)
+            live = r < rows
+            at = ((first + r)[:, None] * KEYS + key) * DK + i[None, :]
+            k = tl.load(k_ptr + at, mask=live[:, None] & i_ok[None, :], other=0.0)
+            values_at = ((first + r)[:, None] * N + n) * DV + j[None, :]
+            values_ok = live[:, None] & j_ok[None, :]
+            v = tl.load(v_ptr + values_at, mask=values_ok, other=0.0)
+            gate = gate_ptr + ((first + r) * N + n) * 2
+            total = tl.load(gate, mask=live, other=0.0)
+            beta = tl.load(gate + 1, mask=live, other=0.0)
+            whole = tl.load(gate_ptr + ((first + rows - 1) * N + n) * 2)
+            mat = mat_ptr + (t * N + n) * (2 * L * L) + r[:, None] * L + r[None, :]
             from_start = tl.exp(total)[:, None]
             told = tl.dot(k * from_start, state, input_precision=PRECISION)
-            written = tl.dot(_inverse(low, L, PRECISION), beta[:, None] * (v - told), input_precision=PRECISION)
-            q_k = tl.where(up_to, tl.dot(q, tl.trans(k), input_precision=PRECISION) * between, 0.0)
+            written = tl.dot(tl.load(mat), beta[:, None] * (v - told), input_precision=PRECISION)
+            q = tl.load(q_ptr + at, mask=live[:, None] & i_ok[None, :], other=0.0)
             out = tl.dot(q * from_start, state, input_precision=PRECISION)
-            out += tl.dot(q_k, written, input_precision=PRECISION)
-            to = out_ptr + (first + r)[:, None] * (N * DV) + n * DV + j[None, :]
-            tl.store(to, out.to(out_ptr.dtype.element_ty), mask=values_ok)
-            k_end = k * tl.exp(whole - total)[:, None]
+            out += tl.dot(tl.load(mat + L * L), written, input_precision=PRECISION)
+            tl.store(out_ptr + values_at, out.to(out_ptr.dtype.element_ty), mask=values_ok)
+            k_end = k * tl.where(live, tl.exp(whole - total), 0.0)[:, None]
             state = state * tl.exp(whole) + tl.dot(tl.trans(k_end), written, input_precision=PRECISION)
             follows = t + 1 < tiles
             more = tl.load(tile_ptr + 2 * tiles + t + 1, mask=follows, other=0) > 0
@@ -211,8 +247,12 @@ def delta_prompt_kernel(
                 if (end + early) % interval == 0:
                     saved = tl.load(places_ptr + slot * places + tl.minimum((end + early) // interval, places - 1))
                     tl.store(saved_ptr + saved * (N * DK * DV) + place, state, mask=inside)
+                    base = start - (first - run)
+                    ring = recent_ptr + slot * M * X
                     for h in range(T - 1):
-                        raw = _input(x_row, ring, column, kept, end - (T - 1) + h, base, x_stride, M, X)
+                        raw = _input(
+                            x_ptr + run * x_stride, ring, column, kept, end - (T - 1) + h, base, x_stride, M, X
+                        )
                         tl.store(saved_in_ptr + (saved * (T - 1) + h) * X + column, raw, mask=kept)
 
 
@@ -264,15 +304,26 @@ def launch_absorb(absorbed, committed, slot, rows):
 
 def launch_delta_prompt(
     x, state, recent, saved, saved_in, places, conv, decay, dt, slot, pos, tile, out, *, key_heads, key_dim, interval,
-    early, precision="tf32x3", value_block=32, warps=8,
+    early, precision="tf32x3", value_block=32, warps=4,
 ):  # fmt: skip
     sizes, grid = _sizes(x, recent, state, key_heads, key_dim, value_block)
-    rows, columns, history = x.shape[0], recent.shape[2], conv.shape[1] - 1
+    rows, columns, taps, tiles = x.shape[0], recent.shape[2], conv.shape[1], tile.shape[1]
+    heads, dv = state.shape[1], state.shape[3]
+    q, k = (state.new_empty(rows, key_heads, key_dim) for _ in "qk")
+    v, gate = state.new_empty(rows, heads, dv), state.new_empty(rows, heads, 2)
+    mat = state.new_empty(tiles, heads, 2, TILE, TILE)
+    parts = (q, k, v, gate, mat)
+    own = {name: sizes[name] for name in ("N", "KEYS", "DK", "DV", "X", "KP", "SCALE")}
+    delta_prepare_kernel[(tiles, heads)](
+        x, recent, conv, decay, dt, slot, pos, tile, *parts, tiles, x.stride(0), recent.shape[1], T=taps, L=TILE,
+        VP=max(16, triton.next_power_of_2(dv)), PRECISION=precision, num_warps=4, **own,
+    )  # fmt: skip
+    sizes.pop("SCALE")
     delta_prompt_kernel[grid](
-        x, state, recent, saved, saved_in, places, conv, decay, dt, slot, pos, tile, out, tile.shape[1], x.stride(0),
-        recent.shape[1], places.shape[1], max(1, interval), early, T=conv.shape[1], L=TILE, SAVES=interval > 0,
-        PRECISION=precision, num_warps=warps, **sizes,
+        x, state, recent, saved, saved_in, places, slot, pos, tile, *parts, out, tiles, x.stride(0), recent.shape[1],
+        places.shape[1], max(1, interval), early, T=taps, L=TILE, SAVES=interval > 0, PRECISION=precision,
+        num_warps=warps, **sizes,
     )  # fmt: skip
     keep_recent_kernel[(rows, triton.cdiv(columns, 1024))](
-        x, recent, slot, pos, rows, x.stride(0), recent.shape[1], X=columns, H=history, BLOCK=1024, num_warps=4
+        x, recent, slot, pos, rows, x.stride(0), recent.shape[1], X=columns, H=taps - 1, BLOCK=1024, num_warps=4
     )

@@ -82,10 +82,10 @@ class Receipt(NamedTuple):
 
 
 def default_params(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """SamplingParams with the model's generation_config, where it names a temperature, top_k, top_p or min_p."""
+    """SamplingParams with the model's generation_config, where it names one of these."""
     if generation_config.get("do_sample") is False:
         return SamplingParams()
-    names = ("temperature", "top_k", "top_p", "min_p")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     return SamplingParams(**{k: generation_config[k] for k in names if generation_config.get(k) is not None})
 
 

@@ -170,7 +170,8 @@ class LLM:
         self._prepare(prompt, params)
 
     def default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with the model's generation_config, where it names a temperature, top_k, top_p or min_p."""
+        """SamplingParams with the model's generation_config, where it names a temperature, top_k, top_p, min_p
+        or repetition_penalty."""
         return default_params(self.generation_config)
 
     def stats(self) -> dict[str, Any]:

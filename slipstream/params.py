@@ -99,7 +99,7 @@ class SamplingParams:
         _real("min_p", self.min_p, 0.0, 1.0)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _real("repetition_penalty", self.repetition_penalty, 0.01, 100.0)  # beyond, float32 logits overflow
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
         for name in ("logprobs", "prompt_logprobs"):

@@ -18,12 +18,12 @@ LIMITS: dict[str, tuple[float, float]] = {
     "n": (1, 128), "temperature": (0, 100), "top_p": (0, 1), "top_k": (-1, 2**31 - 1), "min_p": (0, 1),
     "seed": (-(2**63), 2**64 - 1), "max_tokens": (1, 2**31 - 1), "max_completion_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1), "speculative": (0, MAX_DRAFTS), "priority": (-(2**31), 2**31 - 1),
-    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0, 100),
+    "presence_penalty": (-2, 2), "frequency_penalty": (-2, 2), "repetition_penalty": (0.01, 100),
     "top_logprobs": (0, MAX_LOGPROBS), "prompt_logprobs": (0, MAX_LOGPROBS),
     "logprobs": (0, MAX_LOGPROBS),
 }  # fmt: skip
 """Least and most of each number; beyond them the answer is 400."""
-_ABOVE_ZERO = ("top_p", "repetition_penalty")
+_ABOVE_ZERO = ("top_p",)
 _REF = "#/components/schemas/"
 _ERRORS = {
     400: "A field, named by param, cannot be honoured.", 401: "No valid API key.",

@@ -55,7 +55,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     seed: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     logit_bias: dict[str, float] = {}
     prompt_logprobs: int | None = None
     logits_processors: dict[str, float] = {}
@@ -243,7 +243,7 @@ def sampling(
     """Fields that the body leaves out are `defaults`', the model's own. Raises InvalidRequestError."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options needs stream=true")
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative")
+    names = ("temperature", "top_p", "top_k", "min_p", "seed", "speculative", "repetition_penalty")
     chosen: dict[str, Any] = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     if any(len(s) > MAX_STOP_CHARS for s in stop):
@@ -259,7 +259,7 @@ def sampling(
         stop_token_ids=tuple(body.stop_token_ids), min_tokens=body.min_tokens, ignore_eos=body.ignore_eos,
         skip_special_tokens=body.skip_special_tokens, include_stop_str_in_output=body.include_stop_str_in_output,
         presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
-        repetition_penalty=body.repetition_penalty, logit_bias=body.logit_bias, structured_outputs=form,
+        logit_bias=body.logit_bias, structured_outputs=form,
         logits_processors=body.logits_processors, **chosen,
     )  # fmt: skip
 

@@ -336,7 +336,7 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "empty stop": ({"stop": ""}, "stop="),
     "presence nan": ({"presence_penalty": float("nan")}, "presence_penalty=nan must be at least -2 and at most 2"),
     "frequency out of range": ({"frequency_penalty": -2.5}, "frequency_penalty=-2.5 must be at least -2"),
-    "repetition zero": ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be above 0 and at most 100"),
+    "repetition zero": ({"repetition_penalty": 0.0}, "repetition_penalty=0.0 must be at least 0.01 and at most 100"),
     "repetition inf": ({"repetition_penalty": float("inf")}, "repetition_penalty=inf"),
     "bias a list": ({"logit_bias": [1]}, "logit_bias of type list"),
     "bias of no token": ({"logit_bias": {"x": 1}}, "logit_bias token id='x'"),

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("msgspec")
+
 from slipstream import LLM, SamplingParams
+from slipstream.answers import default_params
 from slipstream.errors import InvalidRequestError
 from slipstream.outputs import Logprobs, RequestOutput
+from slipstream.server.protocol import CompletionBody, read_body, sampling
 from tests.support.equality_cells import TREE, as_on_a_gpu, model_dirs
 from tests.support.kit import VOCAB
 from tests.support.pairwise import pairwise
@@ -237,3 +241,10 @@ def test_custom_processors(dirs: dict[str, Path], reference: DenseReference, dra
         with pytest.raises(InvalidRequestError, match="'other' is not one of the engine's: no_repeat"):
             llm.generate([[1]], SamplingParams(logits_processors={"other": 1}))
         llm.check_idle()
+
+
+def test_a_models_own_defaults_and_the_request_before_them() -> None:
+    own = default_params({"repetition_penalty": 1.5, "temperature": 0.7, "do_sample": True, "length_penalty": 2.0})
+    assert (own.repetition_penalty, own.temperature) == (1.5, 0.7)
+    read = [read_body(b'{"prompt": "x"%s}' % more, CompletionBody) for more in (b"", b', "repetition_penalty": 1.0')]
+    assert [sampling(body, own, 8).repetition_penalty for body in read] == [1.5, 1.0]

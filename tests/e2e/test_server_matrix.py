@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("httpx")
-for extra in ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client"):
+for extra in ("fastapi", "uvicorn", "zmq", "msgspec", "prometheus_client", "llguidance"):
     pytest.importorskip(extra)
 
 from tests.support.equality_cells import TREE, model_dirs
@@ -34,6 +34,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "n": {"n": 3},
     "tenant": {"cache_salt": "a", "priority": 3},
     "fewer": {"speculative": 1},
+    "grammar": {"structured_outputs": {"regex": "( ?w[0-9]+){5,9}"}, "ignore_eos": False},
 }
 DRAFTERS = ("ngram", "suffix", "draft-good", "draft-bad", "eagle3", "eagle3-tree", "mtp", "dflash", "dspark")
 FACTORS = {

@@ -121,7 +121,7 @@ BLOCK_KERNELS = ("slipstream::block_rows", "slipstream::context_write", "slipstr
 
 EAGLE_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms", "slipstream::stream_linear")
 
-MTP_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms")
+MTP_KERNELS = ("slipstream::feature_rows", "slipstream::join_norms", "slipstream::stream_linear")
 
 REQUEST_KERNELS = (
     "slipstream::adjust_rows",

@@ -121,7 +121,7 @@ class MTPModel:
 
     def __init__(self, config: MTPConfig, source: WeightSource, target: Any, layout: Layout = QWEN) -> None:
         """target: the model it predicts for; its class makes the layer, its embedding and output head are used."""
-        make = getattr(type(target), "block", None)
+        make, self.fusable = getattr(type(target), "block", None), getattr(type(target), "fusable", False)
         if make is None:
             raise UnsupportedError(f"an MTP head needs layers that {type(target).__name__} does not offer")
         self.device, self.dtype = target.device, target.dtype
@@ -170,7 +170,11 @@ class MTPModel:
         return logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
 
     def fused(self, kv: KVPages, workspace: Workspace, *, positions: int, first_cell: int) -> FusedPass | None:
-        return None
+        from slipstream.draft.mtp_fused import FusedMTP
+
+        if not FusedMTP.fits(self):
+            return None
+        return FusedMTP(self, kv, workspace, positions=positions, first_cell=first_cell, pdl=True)
 
     def pass_bytes(self) -> int:
         return int(self.fc.bytes() + self.block.bytes() + self.head.bytes())

@@ -9,13 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.attention.protocol import DeltaContext
-from slipstream.kernels.gated import gate_mul, gated_norm, gated_rope_write
-from slipstream.kernels.gemm import stream_linear
-from slipstream.kernels.norm import rms_norm
+from slipstream.kernels.gated import gated_norm
 from slipstream.models.fused import FusedDecoder
 from slipstream.models.fused_layers import Rows, Stream
 from slipstream.models.layers import Embedding
@@ -47,40 +44,19 @@ class FusedHybrid(FusedDecoder):
         for i, (block, gain_H) in enumerate(zip(blocks, self.gains, strict=True)):
             if i in taps:
                 tapped[i] = stream.h_RH
-            if block.attention is None:
-                mixed_RM, out = self._delta(block, stream, rows), block.delta.out
-            else:
-                mixed_RM, out = self._attention(block, stream, rows), block.attention.o
-            stream = layers.residual(mixed_RM, out, stream.h_RH, block.post_norm.weight)
+            if block.attention is not None:
+                k_PSKD, v_PSKD = self.kv.paged[block.attention.kv_layer]
+                stream = layers.gated_layer(block, stream, gain_H, k_PSKD, v_PSKD, rows)
+                continue
+            mixed_RM = self._delta(block, stream, rows)
+            stream = layers.residual(mixed_RM, block.delta.out, stream.h_RH, block.post_norm.weight)
             stream = layers.residual(layers.swiglu(block.mlp, stream), block.mlp.down, stream.h_RH, gain_H)
         return stream, [tapped[i] for i in taps]
-
-    def _project(self, layer: Any, stream: Stream, gain_H: Tensor) -> Tensor:
-        """The normed stream times a layer's weights."""
-        layers, eps, weight_NH = self.layers, self.decoder.config.rms_norm_eps, self.layers.weight(layer)
-        if stream.h_RH.shape[0] > layers.cut.linear:
-            return F.linear(rms_norm(stream.h_RH, gain_H, eps, self.pdl), weight_NH)
-        ws = layers.workspace
-        y_RN: Tensor = stream_linear(stream.x_RH, weight_NH, None, stream.sq_TR, eps, ws.partial, ws.counters, self.pdl)
-        return y_RN
 
     def _delta(self, block: Any, stream: Stream, rows: Rows) -> Tensor:
         net, states = block.delta, rows.states
         assert isinstance(states, DeltaContext)
-        p_RM = self._project(net.project, stream, block.input_norm.weight)
+        p_RM = self.layers.project(net.project, stream, block.input_norm.weight)
         o_RNV = states.delta(net.state_layer, p_RM[:, : net.inputs], net.small)
         out_RM: Tensor = gated_norm(o_RNV, p_RM[:, net.inputs :], net.norm.weight, net.norm.eps, self.pdl)
-        return out_RM
-
-    def _attention(self, block: Any, stream: Stream, rows: Rows) -> Tensor:
-        c, at, layers = self.decoder.config, block.attention, self.layers
-        k_PSKD, v_PSKD = self.kv.paged[at.kv_layer]
-        qkv_RM = self._project(at.qkv, stream, block.input_norm.weight)
-        q_RND = gated_rope_write(
-            qkv_RM, k_PSKD, v_PSKD, layers.cos_LD, layers.sin_LD, at.q_norm.weight, at.k_norm.weight, rows.table_SP,
-            rows.slot_R, rows.pos_R, rows.pos_R if rows.cell_R is None else rows.cell_R, c.num_heads, c.rms_norm_eps,
-            at.gated, self.pdl and stream.h_RH.shape[0] <= layers.cut.linear,
-        )  # fmt: skip
-        o_RND = layers.attend(q_RND, k_PSKD, v_PSKD, rows)
-        out_RM: Tensor = gate_mul(o_RND, qkv_RM, self.pdl) if at.gated else o_RND.flatten(1)
         return out_RM

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.attention.protocol import DeltaContext, TreeSight
 from slipstream.kernels.attention import paged_attention
+from slipstream.kernels.gated import gate_mul, gated_rope_write
 from slipstream.kernels.gemm import stream_head, stream_linear, stream_residual, stream_rope, stream_swiglu
 from slipstream.kernels.norm import norm_prepare, residual_prepare, rms_norm, silu_mul
 from slipstream.kernels.prefill import prefill_attention
@@ -96,6 +97,12 @@ class FusedLayers:
             x.bias_N is None for x in plain
         )
 
+    @staticmethod
+    def fit_gated(block: Any) -> bool:
+        """The same of a block with gated attention."""
+        linears = (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down)
+        return all(isinstance(x, Dense) and x.bias_N is None for x in linears)
+
     def start(self, h_RH: Tensor, gain_H: Tensor) -> Stream:
         return Stream(h_RH, *norm_prepare(h_RH, gain_H, self.pdl))
 
@@ -105,6 +112,36 @@ class FusedLayers:
         o_RND = self.attend(q_RND, k_PSKD, v_PSKD, rows)
         stream = self.residual(o_RND.flatten(1), block.o, stream.h_RH, block.post_norm.weight)
         return self.residual(self.swiglu(block, stream), block.down, stream.h_RH, gain_H)
+
+    def gated_layer(
+        self, block: Any, stream: Stream, gain_H: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows
+    ) -> Stream:
+        """As `layer`, of a block with gated attention (models/gated.py)."""
+        mixed_RM = self.gated(block, stream, k_PSKD, v_PSKD, rows)
+        stream = self.residual(mixed_RM, block.attention.o, stream.h_RH, block.post_norm.weight)
+        return self.residual(self.swiglu(block.mlp, stream), block.mlp.down, stream.h_RH, gain_H)
+
+    def gated(self, block: Any, stream: Stream, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows) -> Tensor:
+        """Gated attention [R, M] before its output product."""
+        c, at = self.config, block.attention
+        qkv_RM = self.project(at.qkv, stream, block.input_norm.weight)
+        q_RND = gated_rope_write(
+            qkv_RM, k_PSKD, v_PSKD, self.cos_LD, self.sin_LD, at.q_norm.weight, at.k_norm.weight, rows.table_SP,
+            rows.slot_R, rows.pos_R, rows.pos_R if rows.cell_R is None else rows.cell_R, c.num_heads, c.rms_norm_eps,
+            at.gated, self.pdl and stream.h_RH.shape[0] <= self.cut.linear,
+        )  # fmt: skip
+        o_RND = self.attend(q_RND, k_PSKD, v_PSKD, rows)
+        out_RM: Tensor = gate_mul(o_RND, qkv_RM, self.pdl) if at.gated else o_RND.flatten(1)
+        return out_RM
+
+    def project(self, layer: Any, stream: Stream, gain_H: Tensor) -> Tensor:
+        """The normed stream times a layer's weights; gain_H: the norm's, as `stream` was made with it."""
+        eps, weight_NH = self.config.rms_norm_eps, self.weight(layer)
+        if stream.h_RH.shape[0] > self.cut.linear:
+            return F.linear(rms_norm(stream.h_RH, gain_H, eps, self.pdl), weight_NH)
+        ws = self.workspace
+        y_RN: Tensor = stream_linear(stream.x_RH, weight_NH, None, stream.sq_TR, eps, ws.partial, ws.counters, self.pdl)
+        return y_RN
 
     def linear(
         self, x_RK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, dependent: bool = False

@@ -15,9 +15,13 @@ from torch import Tensor
 from slipstream import LLM, SamplingParams
 from slipstream.attention.dense import DenseCausal
 from slipstream.draft.detect import kind_of
+from slipstream.draft.feature import FeatureDrafter
+from slipstream.draft.mtp_fused import FusedMTP
 from slipstream.draft.mtp_model import load_mtp, parse_mtp
 from slipstream.errors import ConfigError, ModelLoadError, SlipstreamError, UnsupportedError
 from slipstream.kernels.eagle import join_norms
+from slipstream.kernels.workspace import Workspace
+from slipstream.memory.kv import KVPages
 from slipstream.models.config import read_json
 from slipstream.models.loader import HAS_HEAD, load_model
 from tests.support.kit import tiny_model_dir
@@ -57,6 +61,44 @@ def test_hidden_states_and_tokens_are_the_formulas(target: Path) -> None:
         torch.testing.assert_close(joined, head._joined(token, h), atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize(("arch", "page_size"), [("qwen3", 1), ("llama", 4), ("qwen3_5_text", 4), ("qwen3_next", 1)])
+def test_the_pass_of_a_gpu_gives_the_same(tmp_path: Path, arch: str, page_size: int) -> None:
+    """Each kernel by its definition, against paged KV that is NaN wherever nothing was written."""
+    more = {"head_dim": 16} if arch == "qwen3" else {"layers": 3}
+    target = add_mtp(tiny_model_dir(tmp_path / "t", arch=arch, **more))
+    model = load_model(target, dtype="float32").model
+    head = load_mtp(target, read_json(target / "config.json"), model)
+    if model.config.experts is not None:
+        assert not FusedMTP.fits(head)
+        return
+    c, rows = head.config, 11
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        kv = KVPages(
+            num_layers=1, num_pages=24, page_size=page_size, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim,
+            dtype=torch.float32, device=torch.device("cpu"),
+        )  # fmt: skip
+        kv.data.fill_(float("nan"))
+        assert FusedMTP.fits(head)
+        fused = FusedMTP(head, kv, Workspace("cpu", floats=1 << 12), positions=32, first_cell=1, pdl=False)
+        table = torch.zeros(2, 24 // page_size, dtype=torch.int64)
+        table[1] = torch.randperm(24 // page_size) + 1
+        h, token, at = torch.randn(rows, 32), torch.randint(0, 96, (rows,)), torch.arange(rows)
+        state, normed = head.forward(token, head.fuse([h]), at, head.rotary(32), DenseCausal(at))
+        logits, x = head.logits(normed), fused.features([h])
+        for part in (slice(0, 4), slice(4, 5), slice(5, rows)):
+            n = token[part].shape[0]
+            last = torch.tensor([n - 1]) if n > 1 else None
+            out = fused.run(
+                token[part], x[part], torch.ones(n, dtype=torch.int64), at[part] + 1, table, last_B=last, logits=True,
+                per_slot=n,
+            )  # fmt: skip
+            end = part.stop - 1
+            torch.testing.assert_close(out.state_BH[0], state[end], atol=2e-4, rtol=1e-4)
+            torch.testing.assert_close(out.logits_BD[0], logits[end], atol=2e-4, rtol=1e-4)
+            assert out.token_B is not None and int(out.token_B[0]) == int(logits[end].argmax())
+
+
 def test_the_head_of_a_released_layout(golden_dir: Path) -> None:
     """Qwen3.5: gated attention, (1 + w) norms, rotary positions on a part of each head, an encoder beside the model."""
     folder = golden_dir / "target_qwen3_5"
@@ -85,6 +127,24 @@ def test_the_head_of_a_released_layout(golden_dir: Path) -> None:
     torch.testing.assert_close(x[known - 1 :], states, atol=1e-8, rtol=1e-8)
 
 
+def watched(llm: LLM) -> list[tuple[list[int], list[int], Tensor]]:
+    """Of every round from now on, for each slot: its tokens, the drafts, the state behind the first of them."""
+    drafter = llm._built.device.frame.drafter
+    seen: list[tuple[list[int], list[int], Tensor]] = []
+    real = drafter.propose
+
+    def spy(first: Any, view: Any) -> Any:
+        out = real(first, view)
+        for i, slot in enumerate(view.slot_B.tolist()):
+            if slot:
+                tokens = view.history_SL[slot, : int(view.committed_S[slot]) + 1].tolist()
+                seen.append((tokens, out.token_BK[i].tolist(), first.state_BH[i].clone()))
+        return out
+
+    drafter.propose = spy
+    return seen
+
+
 @pytest.mark.parametrize(("page_size", "chunk", "run_ahead"), [(1, 3, 2), (16, 256, 1)])
 def test_the_engine_drafts_what_the_formula_drafts(target: Path, page_size: int, chunk: int, run_ahead: int) -> None:
     """Every fourth round: the tokens, and the hidden state behind the first of them; also after hits of the prefix
@@ -96,19 +156,7 @@ def test_the_engine_drafts_what_the_formula_drafts(target: Path, page_size: int,
         str(target), dtype="float64", draft="mtp", num_drafts=3, page_size=page_size, prefill_chunk=chunk,
         run_ahead=run_ahead, max_slots=4, max_model_len=96, **states,
     ) as llm:  # fmt: skip
-        drafter = llm._built.device.frame.drafter
-        seen: list[tuple[list[int], list[int], Tensor]] = []
-        real = drafter.propose
-
-        def spy(first: Any, view: Any) -> Any:
-            out = real(first, view)
-            for i, slot in enumerate(view.slot_B.tolist()):
-                if slot:
-                    tokens = view.history_SL[slot, : int(view.committed_S[slot]) + 1].tolist()
-                    seen.append((tokens, out.token_BK[i].tolist(), first.state_BH[i].clone()))
-            return out
-
-        drafter.propose = spy
+        seen = watched(llm)
         params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
         outs = llm.generate(prompts, params)
         again = [p + o.outputs[0].token_ids + [3, 4] for p, o in zip(prompts, outs, strict=True)]
@@ -124,6 +172,33 @@ def test_the_engine_drafts_what_the_formula_drafts(target: Path, page_size: int,
             want, states = formula.drafts(tokens, h, 3)
             assert drafts == want
             torch.testing.assert_close(state, states[0], atol=1e-8, rtol=1e-8)
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3_5_text"])
+def test_the_engine_on_the_ops_of_a_gpu(tmp_path: Path, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head's pass as it runs on a GPU, in float32: the formula's drafts, but for near-ties."""
+    target = add_mtp(tiny_model_dir(tmp_path / "t", arch=arch, layers=3), seed=3)
+    formula, model = formula_of(target)
+    made = FeatureDrafter.__init__
+
+    def on_kernels(self: FeatureDrafter, *args: Any, **options: Any) -> None:
+        made(self, *args, **{**options, "workspace": Workspace("cpu", floats=1 << 16)})
+        assert self.fused is not None
+
+    monkeypatch.setattr(FeatureDrafter, "__init__", on_kernels)
+    with LLM(str(target), dtype="float32", draft="mtp", max_slots=3, max_model_len=64) as llm:
+        seen = watched(llm)
+        prompts = [[5, 6, 7, 8, 9], [9] * 20, [30, 31, 32]]
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16, ignore_eos=True))
+    with torch.inference_mode():
+        same = 0
+        for tokens, drafts, state in seen[::3]:
+            pos = torch.arange(len(tokens) - 1)
+            h, _ = model.forward(torch.tensor(tokens[:-1]), pos, DenseCausal(pos))
+            want, states = formula.drafts(tokens, h, 3)
+            torch.testing.assert_close(state.double(), states[0], atol=2e-3, rtol=1e-3)
+            same += drafts == want
+    assert same >= 0.9 * len(seen[::3]) > 10
 
 
 def test_own_folders_and_their_layouts_are_the_same_head(tmp_path: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def exact_law(llm: LLM, params: SamplingParams) -> np.ndarray:
-    """Probability [V] * TOKENS of every continuation, by one dense pass over all of them."""
+def exact_law(
+    llm: LLM, params: SamplingParams, allowed: Callable[[tuple[int, ...]], list[int]] | None = None
+) -> np.ndarray:
+    """Probability [V] * TOKENS of every continuation, by one dense pass over all of them. allowed: a grammar."""
     model = llm._built.model
     law = np.ones((VOCAB,) * TOKENS)
     with torch.inference_mode():
@@ -63,8 +66,11 @@ def exact_law(llm: LLM, params: SamplingParams) -> np.ndarray:
                 pos = torch.arange(len(ids))
                 hidden, _ = model.forward(torch.tensor(ids), pos, DenseCausal(pos))
                 one = torch.ones(1)
+                raw = as_asked(model.logits(hidden[-1:]), params, PROMPT, prefix)
+                if allowed is not None:
+                    raw[0, [t for t in range(VOCAB) if t not in allowed(prefix)]] = float("-inf")
                 logits = process_logits(
-                    as_asked(model.logits(hidden[-1:]), params, PROMPT, prefix), one * params.temperature,
+                    raw, one * params.temperature,
                     torch.tensor([params.top_k]), one * params.top_p, one * params.min_p, None, filtered=True,
                 )  # fmt: skip
                 table[prefix] = logits.double().softmax(1)[0].numpy()
@@ -214,3 +220,68 @@ def test_drafts_that_later_drafts_do_not_count_are_noticed(
         cells, accepted = sample(llm, params, SAMPLES)
         assert accepted > 0
         assert chi_square_p(cells, exact_law(llm, params)) < ALPHA
+
+
+LETTERS = "(ab|b[abc]|c[ab]){8}"
+AFTER = {0: [1], 1: [0, 1, 2], 2: [0, 1]}
+"""What LETTERS allows: pairs of tokens 0, 1 and 2, which are a, b and c; 3 ends a sequence."""
+
+
+def by_letters(prefix: tuple[int, ...]) -> list[int]:
+    if len(prefix) % 2 == 0:
+        return [0, 1, 2] if all(prefix[i + 1] in AFTER.get(prefix[i], []) for i in range(0, len(prefix), 2)) else [0]
+    return AFTER.get(prefix[-1], [0])
+
+
+def build_lettered(dirs: dict[str, Path], drafter: str, run_ahead: int) -> tuple[LLM, SamplingParams]:
+    pytest.importorskip("llguidance")
+    from tokenizers import Tokenizer, decoders, models
+
+    if not (dirs["target"] / "tokenizer.json").exists():
+        made = Tokenizer(models.Unigram([(c, -1.0) for c in "abc~"], unk_id=3))
+        made.decoder = decoders.Fuse()
+        made.save(str(dirs["target"] / "tokenizer.json"))
+        (dirs["target"] / "generation_config.json").write_text('{"eos_token_id": 3}')
+    return build(dirs, drafter, run_ahead), SamplingParams(
+        temperature=1.0, n=64, max_tokens=TOKENS, ignore_eos=True, structured_outputs={"regex": LETTERS}
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("drafter", "run_ahead"),
+    [
+        ("draft", 1),
+        pytest.param("ngram", 1, marks=pytest.mark.slow),
+        pytest.param("eagle3", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_law_under_a_grammar_is_the_masked_targets(dirs: dict[str, Path], drafter: str, run_ahead: int) -> None:
+    """Drafts that the grammar forbids, and those that it forces: neither changes what comes out how often."""
+    llm, params = build_lettered(dirs, drafter, run_ahead)
+    with llm:
+        cells, accepted = sample(llm, params, SAMPLES // 3)
+        assert chi_square_p(cells, exact_law(llm, params, by_letters)) > ALPHA
+        llm.check_idle()
+    assert accepted > SAMPLES // 12
+
+
+def test_drafts_left_out_for_what_they_are_is_noticed(dirs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a drawn draft that the grammar forbids loses its row, and its place is drawn afresh."""
+    from slipstream.text.grammar import GrammarMasks
+
+    along = GrammarMasks._along
+
+    def cut(self: GrammarMasks, drafts: Any, most: int) -> Any:
+        found = along(self, drafts, most)
+        chain = drafts if found.drafts is None else found.drafts
+        if len(chain) and not self._allows(found.rows[len(chain) - 1], chain[-1]):
+            return found._replace(rows=found.rows[:-1], drafts=tuple(chain[:-1]))
+        return found
+
+    monkeypatch.setattr(GrammarMasks, "_along", cut)
+    llm, params = build_lettered(dirs, "draft", 1)
+    with llm:
+        desk = llm._engine.scheduler.desk
+        desk.drafts, desk.laws = True, False
+        cells, _ = sample(llm, params, SAMPLES // 3)
+        assert chi_square_p(cells, exact_law(llm, params, by_letters)) < ALPHA

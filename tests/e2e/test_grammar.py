@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,12 @@ import pytest
 pytest.importorskip("llguidance")
 
 from slipstream import LLM, SamplingParams
+from slipstream.draft.oracle import OracleDrafter
+from tests.support.block_draft import write_block_draft
+from tests.support.eagle import write_eagle3
 from tests.support.equality_cells import TREE
 from tests.support.grammar_kit import EOS, VOCAB, GrammarReference, character_models, instance, random_schema
+from tests.support.mtp import write_mtp
 from tests.support.pairwise import pairwise
 from tests.support.reference import planted_oracle
 from tests.support.tree_oracle import oracle_tree
@@ -100,6 +106,29 @@ def test_speculative_equals_plain(cell: dict[str, Any], dirs: dict[str, Path], r
     llm.check_idle()
 
 
+@pytest.mark.parametrize("run_ahead", [1, 8])
+def test_drafts_past_the_end_of_an_object(run_ahead: int, dirs: dict[str, Path], reference: GrammarReference) -> None:
+    """S36: drafts go on behind the last brace, or break the object in its middle: they are refused, nothing else."""
+    spec = {"json": SPECS[0]["json"], "disable_any_whitespace": True}
+    params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=spec)
+    want = reference.continuation((7, 8), params)
+
+    def script(request: Any) -> list[int]:
+        right = [*request.prompt_token_ids, *want[:-1], *[60] * 20]
+        return [t if i % 5 else 127 for i, t in enumerate(right)]
+
+    llm = LLM(
+        model=str(dirs["target"]), draft=lambda **kw: OracleDrafter(script, **kw), num_drafts=6, dtype="float64",
+        device="cpu", run_ahead=run_ahead, max_model_len=128,
+    )  # fmt: skip
+    outs = llm.generate([[7, 8]] * 3, [params, replace(params, min_tokens=50), replace(params, ignore_eos=True)])
+    assert [o.outputs[0].finish_reason for o in outs] == ["stop", "stop", "length"]
+    assert [o.outputs[0].token_ids for o in outs[:2]] == [want] * 2, "min_tokens yields to a grammar that is complete"
+    assert outs[2].outputs[0].token_ids == want + [EOS] * (60 - len(want))
+    assert all(json.loads(o.outputs[0].text) == json.loads(outs[0].outputs[0].text) for o in outs)
+    llm.check_idle()
+
+
 @pytest.mark.parametrize("law", [{"temperature": 0}, {"temperature": 1.3, "seed": 4}, {"temperature": 1.3}])
 @pytest.mark.parametrize("run_ahead", [1, 2])
 def test_forced_text_is_drafted(
@@ -153,6 +182,47 @@ def test_masks_switch_where_reasoning_ends(
     texts = [llm.tokenizer.decode(o.outputs[0].token_ids, skip_special_tokens=False) for o in outs]
     behind = [t.split(after, 1)[1] for t in texts if after in t]
     assert sum(bool(re.fullmatch(r"(ab|[0-9]{2}){3,4};</s>", t)) for t in behind) >= 2, texts
+    llm.check_idle()
+
+
+OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("suffix", {"draft": "suffix"}, {"temperature": 0}),
+    ("adaptive", {"draft": "ngram", "adaptive": True}, {"temperature": 0.9, "seed": 3}),
+    ("buckets", {"draft": "ngram", "slot_buckets": (2, 4, 8, 16), "row_tiers": (1, 2, 4)}, {"temperature": 0}),
+    ("eagle3", {}, {"temperature": 0.9, "seed": 3}),
+    ("eagle3", {"draft_tree": TREE, "num_drafts": None}, {"temperature": 0}),
+    ("dflash", {}, {"temperature": 0}),
+    ("dspark", {"verifier": "block"}, {"temperature": 0.9, "seed": 3}),
+    ("dspark", {"confidence_schedule": True}, {"temperature": 0}),
+    ("mtp", {}, {"temperature": 0.9, "seed": 3}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("drafter", "options", "law"), OTHERS, ids=range(len(OTHERS)))
+def test_other_drafters(
+    drafter: str, options: dict[str, Any], law: dict[str, Any], dirs: dict[str, Path], reference: GrammarReference,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = {
+        "eagle3": lambda: write_eagle3(tmp_path / "d", dirs["target"], draft_vocab=60),
+        "dflash": lambda: write_block_draft(tmp_path / "d", dirs["target"], "dflash"),
+        "dspark": lambda: write_block_draft(tmp_path / "d", dirs["target"], "dspark", head="gated"),
+        "mtp": lambda: write_mtp(tmp_path / "d", dirs["target"], seed=5),
+    }
+    draft = str(made[drafter]()) if drafter in made else None
+    llm = LLM(
+        model=str(dirs["target"]), dtype="float64", device="cpu", run_ahead=2, max_model_len=64, max_slots=16,
+        **{"draft": draft, "num_drafts": 3, **options},
+    )  # fmt: skip
+    params = [
+        SamplingParams(max_tokens=20, structured_outputs=spec, ignore_eos=spec is None, **law)
+        for spec in (*SPECS[:3], None)
+    ]
+    outs = llm.generate([[9, 20 + i] for i in range(4)], params)
+    assert [o.outputs[0].token_ids for o in outs] == [
+        reference.continuation((9, 20 + i), s) for i, s in enumerate(params)
+    ]
     llm.check_idle()
 
 

@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 from slipstream import LLM, SamplingParams
 from slipstream.attention.dense import DenseCausal
 from slipstream.audit import watch
+from slipstream.draft.mtp_fused import FusedMTP
 from slipstream.draft.mtp_model import load_mtp
+from slipstream.kernels.workspace import Workspace
+from slipstream.memory.kv import KVPages
 from slipstream.models.config import read_json
 from slipstream.models.loader import load_model
 from tests.support.kernel_cases import relative_error
@@ -64,6 +67,42 @@ def test_hidden_states(target: Path, formula: tuple[MTPFormula, Any], dtype: tor
         x, place = h.cuda(), at.cuda()
         state, _ = head.forward(token.cuda(), head.fuse([x]), place, head.rotary(32), DenseCausal(place))
         assert relative_error(state.cpu().double(), formula[0].hidden(token, h.double())) < LIMIT[dtype]
+
+
+@pytest.mark.parametrize("dtype", list(LIMIT), ids=str)
+@pytest.mark.parametrize("pdl", [False, True])
+def test_the_fused_pass_is_the_plain_one(target: Path, dtype: torch.dtype, pdl: bool) -> None:
+    """37 rows of one slot in passes of 30, 1 and 6 over pages that are NaN wherever nothing was written."""
+    torch.manual_seed(0)
+    model = load_model(target, device="cuda", dtype=str(dtype).removeprefix("torch.")).model
+    with torch.inference_mode():
+        head = load_mtp(target, read_json(target / "config.json"), model)
+        c, rows, device = head.config, 37, torch.device("cuda")
+        kv = KVPages(
+            num_layers=1, num_pages=4, page_size=16, num_kv_heads=c.num_kv_heads, head_dim=c.head_dim, dtype=dtype,
+            device=device,
+        )  # fmt: skip
+        kv.data.fill_(float("nan"))
+        work = Workspace(device)
+        work.partial.fill_(float("nan"))
+        assert FusedMTP.fits(head)
+        fused = FusedMTP(head, kv, work, positions=64, first_cell=1, pdl=pdl)
+        table = torch.tensor([[0, 0, 0], [3, 1, 4]], device=device)
+        h = torch.randn(rows, 64, device=device).to(dtype)
+        token, at = torch.randint(0, 96, (rows,), device=device), torch.arange(rows, device=device)
+        state, normed = head.forward(token, head.fuse([h]), at, head.rotary(64), DenseCausal(at))
+        logits = head.logits(normed)
+        for begin, end in ((0, 30), (30, 31), (31, 37)):
+            n = end - begin
+            last = torch.tensor([n - 1], device=device) if n > 1 else None
+            out = fused.run(
+                token[begin:end], h[begin:end], torch.ones(n, dtype=torch.int64, device=device), at[begin:end] + 1,
+                table, last_B=last, logits=True, per_slot=n,
+            )  # fmt: skip
+            assert relative_error(out.state_BH[0], state[end - 1]) < LIMIT[dtype]
+            assert relative_error(out.logits_BD[0], logits[end - 1]) < LIMIT[dtype]
+            assert out.token_B is not None and int(out.token_B[0]) == int(out.logits_BD[0].argmax())
+        assert not work.counters.any()
 
 
 @pytest.mark.parametrize(("graphs", "run_ahead", "page_size"), [(True, 2, 32), (True, 8, 16), (False, 1, 1)])

@@ -32,7 +32,7 @@ class KVPages:
         shape = (num_layers, 2, num_pages + 1, page_size, num_kv_heads, head_dim)
         try:
             self.data = (
-                _lazy_zeros(shape, dtype)
+                lazy_zeros(shape, dtype)
                 if device.type == "cpu" and num_layers
                 else torch.zeros(shape, dtype=dtype, device=device)
             )
@@ -72,6 +72,6 @@ class KVPages:
         self.data.index_fill_(2, pages_P, 0)
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zeros whose memory the operating system hands out on first use; torch.zeros would touch every page now."""
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

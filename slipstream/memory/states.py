@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.memory.kv import lazy_zeros
 
 
 class DeltaMemory(NamedTuple):
@@ -83,12 +84,11 @@ class StatePool:
         ring = shape.history + 2 * rows - 1
         state = (shape.heads, shape.key_dim, shape.value_dim)
         try:
-            self.state = torch.zeros(shape.layers, slots, *state, dtype=wide, device=device)
-            self.recent = torch.zeros(shape.layers, slots, ring, shape.inputs, dtype=dtype, device=device)
-            self.saved_state = torch.zeros(shape.layers, saved + 1, *state, dtype=wide, device=device)
-            self.saved_inputs = torch.zeros(
-                shape.layers, saved + 1, shape.history, shape.inputs, dtype=dtype, device=device
-            )
+            history, inputs = shape.history, shape.inputs
+            self.state = _zeros((shape.layers, slots, *state), wide, device)
+            self.recent = _zeros((shape.layers, slots, ring, inputs), dtype, device)
+            self.saved_state = _zeros((shape.layers, saved + 1, *state), wide, device)
+            self.saved_inputs = _zeros((shape.layers, saved + 1, history, inputs), dtype, device)
         except (RuntimeError, MemoryError) as e:
             raise ConfigError(
                 f"no memory for {max_slots} slots' recurrent states and {saved} saved ones "
@@ -147,3 +147,7 @@ class StatePool:
 
     def _check(self, saved: int) -> None:
         assert 0 < saved <= self.saved, f"saved state {saved} of {self.saved}"
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return lazy_zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)

@@ -28,7 +28,7 @@ from tests.support.reference import DenseReference, planted_oracle
 
 DRAFTERS = ("none", "ngram", "suffix", "oracle", "draft-bad", "eagle3", "dflash", "dspark", "mtp")
 PAIRS = pairwise({**FACTORS, "drafter": DRAFTERS, "batch": (1, 4)}, seed=3)
-CELLS = [pytest.param(cell, marks=() if i < 12 else pytest.mark.slow) for i, cell in enumerate(PAIRS)]
+CELLS = [pytest.param(cell, marks=() if i < 10 else pytest.mark.slow) for i, cell in enumerate(PAIRS)]
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def llm(request: pytest.FixtureRequest, dirs: dict[str, Path], reference: DenseR
 
 
 @settings(
-    max_examples=12, deadline=None, derandomize=True,
+    max_examples=8, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 @given(

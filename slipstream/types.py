@@ -42,11 +42,19 @@ class VerifyMode(enum.IntEnum):
 
 
 class FinishCode(enum.IntEnum):
-    """Why the device ended a slot. Stop strings and aborts are the host's, see `finish_reason`."""
+    """Why the device ended a slot. Stop strings and aborts are the host's, see `finish_reason`.
+
+    INVALID: no token could be chosen, see NO_TOKEN.
+    """
 
     NONE = 0
     STOP = 1
     LENGTH = 2
+    INVALID = 3
+
+
+NO_TOKEN = -1
+"""Chosen for a row whose largest logit is no finite number: NaN or infinity from the model, or every token banned."""
 
 
 @dataclass(frozen=True, kw_only=True)

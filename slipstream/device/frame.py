@@ -33,7 +33,7 @@ from slipstream.memory.states import StatePool
 from slipstream.sampling.custom import Processor
 from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
-from slipstream.types import RECORD_COLUMNS, FramePlan, Stages
+from slipstream.types import NO_TOKEN, RECORD_COLUMNS, FramePlan, Stages
 from slipstream.verify import DenseQ, OneHot, VerifyRows, verify
 
 if TYPE_CHECKING:
@@ -294,7 +294,7 @@ class Frame:
         if self.kernels and sampled and not self.block:
             record_BC = self._close_sampled(plan, rows, logits_RV, fields)
         elif self.kernels and not sampled:
-            target_R = argmax_rows(logits_RV) if target_R is None else target_R
+            target_R = argmax_rows(logits_RV, none=NO_TOKEN) if target_R is None else target_R
             record_BC = ops.close_greedy(
                 target_R, row_of_BW, rows_B, slot_B, *fields, state.key_S, state.child_S, self.synthetic
             )
@@ -326,7 +326,7 @@ class Frame:
         state, slot_B = self.state, rows.slot_B
         sampled, params = plan.sampled or plan.min_tokens, None
         if self.kernels and not sampled and self.synthetic is None:
-            target_R = argmax_rows(logits_RV) if target_R is None else target_R
+            target_R = argmax_rows(logits_RV, none=NO_TOKEN) if target_R is None else target_R
             verdict = judge_greedy(state, shape, rows, target_R)
         else:
             params = state.params(slot_B)

@@ -12,7 +12,12 @@ from slipstream.logprobs import read_tokens
 from slipstream.metrics import Metrics
 from slipstream.types import FinishCode, FrameResult, Round, TokenEvent
 
-_REASON = {int(FinishCode.STOP): "stop", int(FinishCode.LENGTH): "length"}
+_REASON = {int(FinishCode.STOP): "stop", int(FinishCode.LENGTH): "length", int(FinishCode.INVALID): "error"}
+_INVALID = int(FinishCode.INVALID)
+NOT_FINITE = (
+    "no token could be chosen: the model's logits were not finite (NaN or infinite weights or activations), or every "
+    "token was banned"
+)
 
 
 class Collector:
@@ -53,9 +58,9 @@ class Collector:
                 del tokens[:survivals]
             else:
                 seq.wanted = wanted
-            if n == 0:
+            if n == 0 and not finish:
                 continue
-            if drafted is not None:
+            if drafted is not None and n:
                 of = (drafted, accepted, n)
                 rounds.append(of)
                 seq.took(of)
@@ -64,9 +69,11 @@ class Collector:
             seq.outputs += tokens
             if not seq.request.needs_ack:
                 seq.acked = len(seq.outputs)
-            reason = None
+            reason = error = None
             if finish:
                 reason = _REASON[finish]
+                if finish == _INVALID:
+                    error, seq.tainted = NOT_FINITE, True
                 self._end(seq, reason)
             elif drafted is None:
                 self.scheduler.ledger.share_prompt(seq)
@@ -82,7 +89,7 @@ class Collector:
             events.append(
                 event(
                     TokenEvent,
-                    (request_id, child, tuple(tokens), accepted, drafted, reason, None, values, of_prompt),
+                    (request_id, child, tuple(tokens), accepted, drafted, reason, error, values, of_prompt),
                 )
             )
         self.metrics.spec.add_rounds(rounds)

@@ -148,7 +148,7 @@ class Ledger:
 
     def retire(self, seq: Sequence) -> None:
         """`seq` is done with its slot: cache its returned tokens, release slot and pages when it is safe."""
-        if seq.prefilled:
+        if seq.prefilled and not seq.tainted:
             known = (*seq.request.prompt_token_ids, *seq.outputs)
             # What the drafter has not read stays out: who hits the cache would find a hole there.
             read = max(0, seq.length - seq.behind)

@@ -46,10 +46,10 @@ class Sequence:
     (committed length by collected records; before that len(tokens)), queued (launch, most tokens) of decode frames not
     collected, ahead (the sum of those tokens), wanted (rows that its last collected record asks for; all of them while
     nothing is known), covered (positions that its pages cover), last_launch (the last launch that names the slot),
-    survival (of the newest drafts that a launched frame has judged, None before that; with scheduled verification
-    only), fresh (wanted and survival of drafts that no launched frame judges yet, where rows may not depend on them),
-    behind (most committed positions that a drafter's own cache lacks), node (deepest locked radix node), shared (pages
-    of its table that the radix tree owns).
+    tainted (its pages may hold what is not finite), survival (of the newest drafts that a launched frame has judged,
+    None before that; with scheduled verification only), fresh (wanted and survival of drafts that no launched frame
+    judges yet, where rows may not depend on them), behind (most committed positions that a drafter's own cache lacks),
+    node (deepest locked radix node), shared (pages of its table that the radix tree owns).
     """
 
     request: Request
@@ -82,6 +82,7 @@ class Sequence:
     behind: int = 0
     restores: int = 0
     places: tuple[int, ...] = ()
+    tainted: bool = False
     survival: list[int] | None = None
     fresh: tuple[int, list[int]] | None = None
     node: Node | None = None

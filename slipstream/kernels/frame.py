@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slipstream.sampling.rng import PURPOSE_ACCEPT, PURPOSE_SYNTHETIC, coin
-from slipstream.types import RECORD_COLUMNS, FinishCode, VerifyMode
+from slipstream.types import NO_TOKEN, RECORD_COLUMNS, FinishCode, VerifyMode
 
 OP = "slipstream::"
 
@@ -64,24 +64,28 @@ def closed_round(
 
     Cuts at the earliest stop token or at max_len. Tokens go to history behind the committed length, the last of them
     to pending[:, 0]; committed grows, an ended slot's active becomes 0. The record's tokens stand uncut.
+    NO_TOKEN ends a slot before it.
     """
     width = token_BW.shape[1]
     base_B = committed_S[slot_B]
     depth_W = torch.arange(width, device=slot_B.device)
-    stop_BW = (token_BW[:, :, None] == stop_ids_ST[slot_B][:, None, :]).any(2)
+    none_BW = token_BW == NO_TOKEN
+    stop_BW = (token_BW[:, :, None] == stop_ids_ST[slot_B][:, None, :]).any(2) & ~none_BW
     full_BW = base_B[:, None] + depth_W + 2 >= max_len_S[slot_B][:, None]
-    end_BW = (stop_BW | full_BW) & (depth_W < n_emitted_B[:, None])
+    end_BW = (stop_BW | full_BW | none_BW) & (depth_W < n_emitted_B[:, None])
     cut_B = torch.where(end_BW, depth_W, width).amin(1)
     ended_B = cut_B < width
     at_B1 = cut_B.clamp(max=width - 1)[:, None]
     code_B = torch.where(stop_BW.gather(1, at_B1)[:, 0], int(FinishCode.STOP), int(FinishCode.LENGTH))
+    none_B = none_BW.gather(1, at_B1)[:, 0]
+    code_B = torch.where(none_B, int(FinishCode.INVALID), code_B)
     finish_B = torch.where(ended_B, code_B, int(FinishCode.NONE))
-    count_B = torch.where(ended_B, cut_B + 1, n_emitted_B)
+    count_B = torch.where(ended_B, cut_B + 1 - none_B.to(cut_B.dtype), n_emitted_B)
 
     emitted_BW = depth_W < count_B[:, None]
     target_BW = torch.where(emitted_BW, slot_B[:, None], 0)
     at_BW = torch.where(emitted_BW, base_B[:, None] + 1 + depth_W, 0)
-    history_SL.index_put_((target_BW, at_BW), token_BW)
+    history_SL.index_put_((target_BW, at_BW), torch.where(emitted_BW, token_BW, 0))  # the rest goes to the sink
     last_B1 = (count_B - 1).clamp(min=0)[:, None]
     pending_SW[slot_B, 0] = torch.where(count_B > 0, token_BW.gather(1, last_B1)[:, 0], pending_SW[slot_B, 0])
     committed_S[slot_B] = base_B + count_B

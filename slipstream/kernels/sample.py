@@ -12,22 +12,23 @@ from torch import Tensor
 
 from slipstream.sampling.processors import ban_stop_ids, filter_threshold
 from slipstream.sampling.rng import PURPOSE_COUPLED, PURPOSE_EMIT, noise_from_words, race, stream_words
-from slipstream.types import MIN_TEMPERATURE, VerifyMode
+from slipstream.types import MIN_TEMPERATURE, NO_TOKEN, VerifyMode
 
 OP = "slipstream::"
 
 
 @torch.library.custom_op(OP + "argmax_rows", mutates_args=())
-def argmax_rows(x_RV: Tensor, pdl: bool = False) -> Tensor:
-    """Index of each row's maximum, int64 [R]; the lowest on ties."""
-    return x_RV.argmax(-1)
+def argmax_rows(x_RV: Tensor, pdl: bool = False, none: int = 0) -> Tensor:
+    """Index of each row's maximum, int64 [R]; the lowest on ties; `none` where the maximum is NaN or infinite."""
+    return finite_argmax(x_RV, none)
 
 
 @torch.library.custom_op(OP + "argmax_finish", mutates_args=())
-def argmax_finish(best_TR: Tensor, where_TR: Tensor, vocab: int, pdl: bool = False) -> Tensor:
-    """Token of each row, int64 [R], from the tiles' best logits and their ids (`stream_head`)."""
+def argmax_finish(best_TR: Tensor, where_TR: Tensor, vocab: int, pdl: bool = False, none: int = 0) -> Tensor:
+    """Token of each row, int64 [R], from the tiles' best logits and their ids (`stream_head`); none: as above."""
     top_R = best_TR.amax(0)
-    return torch.where(best_TR == top_R, where_TR.long(), vocab - 1).amin(0)
+    token_R = torch.where(best_TR == top_R, where_TR.long(), vocab - 1).amin(0)
+    return torch.where(top_R.isfinite(), token_R, none)
 
 
 @torch.library.custom_op(OP + "row_threshold", mutates_args=("logits_RV",))
@@ -54,6 +55,12 @@ def row_threshold(
     return peak_R, threshold_R1[:, 0].contiguous(), token_R
 
 
+def finite_argmax(x_RV: Tensor, none: int) -> Tensor:
+    """Index of each row's maximum, int64 [R]; the lowest on ties; `none` where the maximum is NaN or infinite."""
+    top_R, index_R = x_RV.max(-1)
+    return torch.where(top_R.isfinite(), index_R, none)
+
+
 def scaled_logits(logits_RV: Tensor, temperature_R: Tensor) -> tuple[Tensor, Tensor]:
     """logits / temperature, and which rows are greedy: those are left as they are."""
     greedy_R = temperature_R <= 0
@@ -71,8 +78,9 @@ def race_rows(
 
     target: by the slot's mode greedy_R, the coupled choice (verify/coupled.py), or a draw from p, the softmax of the
     kept logits. Under rejection also residual, a draw from what p has beyond q (verify/rejection.py), and the row's
-    draft's p; in other modes the target and 0. The row's place in the round is pos - committed; it judges
-    pending[place + 1]. q_SKV: the drafters' law, None when drafts are certain.
+    draft's p; in other modes the target and 0. A row whose peak is not finite has NO_TOKEN, NO_TOKEN and 0. The row's
+    place in the round is pos - committed; it judges pending[place + 1]. q_SKV: the drafters' law, None when drafts are
+    certain.
     Weights are exp(logit - peak), without the sum below them: a race does not see a factor.
     """
     vocab = logits_RV.shape[1]
@@ -104,16 +112,18 @@ def race_rows(
     some_R = by_coin_R & (rest_RV.amax(1) > 0)
     residual_R = torch.where(some_R, race(rest_RV, noise_RV), target_R)
     p_R = (weight_RV / sum_R1).gather(1, draft_R.clamp(0, vocab - 1)[:, None])[:, 0]
-    return target_R, residual_R, torch.where(by_coin_R, p_R, 0.0)
+    some_R = peak_R.isfinite()
+    target_R, residual_R = (torch.where(some_R, t, NO_TOKEN) for t in (target_R, residual_R))
+    return target_R, residual_R, torch.where(by_coin_R & some_R, p_R, 0.0)
 
 
 @argmax_rows.register_fake
-def _(x_RV: Tensor, pdl: bool = False) -> Tensor:
+def _(x_RV: Tensor, pdl: bool = False, none: int = 0) -> Tensor:
     return x_RV.new_empty(x_RV.shape[0], dtype=torch.int64)
 
 
 @argmax_finish.register_fake
-def _(best_TR: Tensor, where_TR: Tensor, vocab: int, pdl: bool = False) -> Tensor:
+def _(best_TR: Tensor, where_TR: Tensor, vocab: int, pdl: bool = False, none: int = 0) -> Tensor:
     return best_TR.new_empty(best_TR.shape[1], dtype=torch.int64)
 
 
@@ -136,7 +146,7 @@ def _(
 
 
 @argmax_rows.register_kernel("cuda")
-def _(x_RV: Tensor, pdl: bool = False) -> Tensor:
+def _(x_RV: Tensor, pdl: bool = False, none: int = 0) -> Tensor:
     from slipstream.kernels.jit import sample
 
     rows, vocab = x_RV.shape
@@ -144,16 +154,16 @@ def _(x_RV: Tensor, pdl: bool = False) -> Tensor:
     where_TR = torch.empty_like(best_TR, dtype=torch.int32)
     out_R = x_RV.new_empty(rows, dtype=torch.int64)
     sample.launch_argmax_tiles(x_RV.contiguous(), best_TR, where_TR, pdl=pdl)
-    sample.launch_argmax_finish(best_TR, where_TR, out_R, vocab=vocab, pdl=pdl)
+    sample.launch_argmax_finish(best_TR, where_TR, out_R, vocab=vocab, none=none, pdl=pdl)
     return out_R
 
 
 @argmax_finish.register_kernel("cuda")
-def _(best_TR: Tensor, where_TR: Tensor, vocab: int, pdl: bool = False) -> Tensor:
+def _(best_TR: Tensor, where_TR: Tensor, vocab: int, pdl: bool = False, none: int = 0) -> Tensor:
     from slipstream.kernels.jit import sample
 
     out_R = best_TR.new_empty(best_TR.shape[1], dtype=torch.int64)
-    sample.launch_argmax_finish(best_TR, where_TR, out_R, vocab=vocab, pdl=pdl)
+    sample.launch_argmax_finish(best_TR, where_TR, out_R, vocab=vocab, none=none, pdl=pdl)
     return out_R
 
 

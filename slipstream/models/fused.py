@@ -17,6 +17,7 @@ from slipstream.memory.kv import KVPages
 from slipstream.models.decoder import Decoder
 from slipstream.models.fused_layers import FusedLayers, Rows, Stream
 from slipstream.models.layers import Embedding
+from slipstream.types import NO_TOKEN
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,9 @@ class FusedDecoder:
         stream, tapped = self._layers(token_R, rows, taps)
         d = self.decoder
         hidden_RH = rms_norm(stream.h_RH, d.norm.weight, d.config.rms_norm_eps, self.pdl) if hidden else None
-        logits_RV, target_R = self.layers.head(stream, d.head, d.norm, logits=logits, normed_RH=hidden_RH)
+        logits_RV, target_R = self.layers.head(
+            stream, d.head, d.norm, logits=logits, normed_RH=hidden_RH, none=NO_TOKEN
+        )
         assert target_R is not None
         return FusedOutput(logits_RV=logits_RV, target_R=target_R, taps=tapped, hidden_RH=hidden_RH)
 

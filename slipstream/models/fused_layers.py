@@ -157,12 +157,12 @@ class FusedLayers:
 
     def head(
         self, stream: Stream, layer: Any, norm: Any, *, logits: bool, normed_RH: Tensor | None = None,
-        dependent: bool = True, best: bool = True,
+        dependent: bool = True, best: bool = True, none: int = 0,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Logits [R, V] float32 (memory unwritten where they are not asked for), and their argmax [R].
 
         normed_RH: `stream` after the norm, if that is there already. dependent: nothing else was launched since.
-        best=False: no argmax.
+        best=False: no argmax. none: in its place where no logit is finite.
         """
         ws, weight_VH, rows = self.workspace, self.weight(layer), stream.h_RH.shape[0]
         pdl = self.pdl and dependent
@@ -170,11 +170,11 @@ class FusedLayers:
             logits_RV, best_TR, where_TR = stream_head(
                 stream.x_RH, weight_VH, stream.sq_TR, self.config.rms_norm_eps, ws.partial, ws.counters, logits, pdl
             )
-            return logits_RV, argmax_finish(best_TR, where_TR, weight_VH.shape[0], pdl) if best else None
+            return logits_RV, argmax_finish(best_TR, where_TR, weight_VH.shape[0], pdl, none) if best else None
         if normed_RH is None:
             normed_RH = rms_norm(stream.h_RH, norm.weight, self.config.rms_norm_eps, pdl)
         logits_RV = wide_product(normed_RH, weight_VH)
-        return logits_RV, argmax_rows(logits_RV, self.pdl_after) if best else None
+        return logits_RV, argmax_rows(logits_RV, self.pdl_after, none) if best else None
 
     def _qkv(self, block: Any, stream: Stream, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows) -> Tensor:
         """Rotated q [R, N, D]; k and v go to the cache."""

@@ -39,7 +39,8 @@ def verify(
     block: rejection slots with a dense q use block verification instead of the chain rule.
     target_R: the rows' argmax, int64 [R], where the caller has it; without sampled rows the logits are then not read.
 
-    A slot's verdict depends on its own rows only, bit for bit.
+    A slot's verdict depends on its own rows only, bit for bit. A row without a finite logit accepts no draft and gives
+    NO_TOKEN.
     """
     if target_R is None:
         target_R = greedy.target_tokens(logits_RV)
@@ -51,7 +52,8 @@ def verify(
     target_BW = target_R[rows.row_of_BW]
     if sampled and coupled:
         coupled_BW = coupled_rule.target_tokens(p_RV, rows)[rows.row_of_BW]
-        target_BW = torch.where((rows.mode_B == VerifyMode.COUPLED).unsqueeze(1), coupled_BW, target_BW)
+        is_coupled_B1 = (rows.mode_B == VerifyMode.COUPLED).unsqueeze(1)
+        target_BW = torch.where(is_coupled_B1 & (target_BW >= 0), coupled_BW, target_BW)
 
     tests = None
     if block and sampled and rejection and isinstance(rows.q, DenseQ) and target_BW.shape[1] > 1:
@@ -64,7 +66,7 @@ def verify(
         else:
             weights_BV = rejection_rule.closing_weights(p_RV, rows, accepted_B)
         drawn_B = (pick or rejection_rule.race_pick(rows))(weights_BV, accepted_B)
-        last_B = torch.where(is_rejection_B, drawn_B, last_B)
+        last_B = torch.where(is_rejection_B & (last_B >= 0), drawn_B, last_B)
 
     n_emitted_B = torch.where(rows.rows_B > 0, accepted_B + 1, 0)
     accepted_B1 = accepted_B.unsqueeze(1)

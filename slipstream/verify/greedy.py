@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from slipstream.kernels.sample import finite_argmax
+from slipstream.types import NO_TOKEN
+
 
 def target_tokens(logits_RV: Tensor) -> Tensor:
-    """Argmax of each row, int64 [R]; the lowest index on ties."""
-    return logits_RV.argmax(dim=-1)
+    """Argmax of each row, int64 [R]; the lowest index on ties; NO_TOKEN where it is not finite."""
+    return finite_argmax(logits_RV, NO_TOKEN)
 
 
 def matches(target_BW: Tensor, draft_BK: Tensor) -> Tensor:

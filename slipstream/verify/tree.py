@@ -34,6 +34,7 @@ from slipstream.sampling.rng import (
     stream_words,
 )
 from slipstream.types import VerifyMode
+from slipstream.verify.greedy import target_tokens
 from slipstream.verify.rejection import Pick
 
 
@@ -127,11 +128,12 @@ def verify_tree(
     vocab = logits_RV.shape[1]
     token_BN = rows.token_BN.clamp(0, vocab - 1)
     parent_BN = rows.parent_BN.clamp(min=0)
-    target_BN = (logits_RV.argmax(1) if target_R is None else target_R)[rows.row_of_BN]
+    target_BN = (target_tokens(logits_RV) if target_R is None else target_R)[rows.row_of_BN]
     p_RV = torch.softmax(logits_RV, -1) if sampled and (coupled or rejection) else logits_RV
     if sampled and coupled:
         coupled_BN = _coupled_tokens(p_RV, rows)
-        target_BN = torch.where((rows.mode_B == VerifyMode.COUPLED).unsqueeze(1), coupled_BN, target_BN)
+        is_coupled_B1 = (rows.mode_B == VerifyMode.COUPLED).unsqueeze(1)
+        target_BN = torch.where(is_coupled_B1 & (target_BN >= 0), coupled_BN, target_BN)
     ok_BN = token_BN == target_BN.gather(1, parent_BN)
     is_rejection_B = rows.mode_B == VerifyMode.REJECTION
     closing: Callable[[Tensor], Tensor] | None = None
@@ -146,7 +148,7 @@ def verify_tree(
     last_B = target_BN.gather(1, at_B.unsqueeze(1)).squeeze(1)
     if closing is not None:
         drawn_B = (pick or _race_pick(rows))(closing(at_B), at_B)
-        last_B = torch.where(is_rejection_B, drawn_B, last_B)
+        last_B = torch.where(is_rejection_B & (last_B >= 0), drawn_B, last_B)
     n_emitted_B = torch.where(rows.nodes_B > 0, accepted_B + 1, 0)
     width_W = torch.arange(rows.depth + 1, device=at_B.device)
     drafts_BW = torch.nn.functional.pad(rows.token_BN.gather(1, path_BK), (0, 1))

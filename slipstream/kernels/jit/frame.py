@@ -10,12 +10,14 @@ import triton.language as tl
 from slipstream.kernels.frame import RECORD_COLUMNS
 from slipstream.kernels.jit.numbers import coin53, stream_word
 from slipstream.sampling.rng import PURPOSE_ACCEPT, PURPOSE_SYNTHETIC
-from slipstream.types import FinishCode, VerifyMode
+from slipstream.types import NO_TOKEN, FinishCode, VerifyMode
 
 _COLUMNS = tl.constexpr(RECORD_COLUMNS)
 _NONE = tl.constexpr(int(FinishCode.NONE))
 _STOP = tl.constexpr(int(FinishCode.STOP))
 _LENGTH = tl.constexpr(int(FinishCode.LENGTH))
+_INVALID = tl.constexpr(int(FinishCode.INVALID))
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _REJECTION = tl.constexpr(int(VerifyMode.REJECTION))
 _FOR_SYNTHETIC = tl.constexpr(PURPOSE_SYNTHETIC)
 _FOR_ACCEPT = tl.constexpr(PURPOSE_ACCEPT)
@@ -81,14 +83,16 @@ def _close(
     inside = w < W
     t = tl.arange(0, TP)
     stops = tl.load(stop_ptr + slot * T + t, mask=t < T, other=-1)
-    stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), axis=1)
+    none = (token == _NO_TOKEN).to(tl.int32)
+    stop = tl.max((token[:, None] == stops[None, :]).to(tl.int32), axis=1) * (1 - none)
     full = base + w + 2 >= tl.load(max_len_ptr + slot)
-    end = ((stop > 0) | full) & (w < emitted) & inside
+    end = ((stop > 0) | full | (none > 0)) & (w < emitted) & inside
     cut = tl.min(tl.where(end, w, W), axis=0)
     ended = cut < W
     stopped = tl.sum(tl.where(w == cut, stop, 0), axis=0) > 0
-    finish = tl.where(ended, tl.where(stopped, _STOP, _LENGTH), _NONE)
-    count = tl.where(ended, cut + 1, emitted)
+    missing = tl.sum(tl.where(w == cut, none, 0), axis=0)
+    finish = tl.where(ended, tl.where(missing > 0, _INVALID, tl.where(stopped, _STOP, _LENGTH)), _NONE)
+    count = tl.where(ended, cut + 1 - missing, emitted)
     tl.store(history_ptr + slot * L + base + 1 + w, token, mask=(w < count) & inside)
     # A slot that emits nothing may be the sink, which several programs share: then nothing is written.
     tl.store(pending_ptr + slot * PW, tl.sum(tl.where(w == count - 1, token, 0), axis=0), mask=count > 0)

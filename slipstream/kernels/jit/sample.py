@@ -12,9 +12,10 @@ from triton.language.extra import cuda as tlx
 from slipstream.kernels.jit.filters import row_scale
 from slipstream.kernels.jit.numbers import exp, exponential, stream_word
 from slipstream.sampling.rng import PURPOSE_COUPLED, PURPOSE_EMIT
-from slipstream.types import VerifyMode
+from slipstream.types import NO_TOKEN, VerifyMode
 
 _NOWHERE = tl.constexpr(2147483647)
+_NO_TOKEN = tl.constexpr(NO_TOKEN)
 _GREEDY = tl.constexpr(int(VerifyMode.GREEDY))
 _COUPLED = tl.constexpr(int(VerifyMode.COUPLED))
 _REJECTION = tl.constexpr(int(VerifyMode.REJECTION))
@@ -49,16 +50,21 @@ def best_of_tiles(best_ptr, where_ptr, row, R, tiles, TB: tl.constexpr):
     return top, tl.min(tl.where(best == top, where, _NOWHERE), axis=0)
 
 
-@triton.jit(do_not_specialize=["R", "tiles"])
-def argmax_finish_kernel(best_ptr, where_ptr, out_ptr, R, tiles, V, TB: tl.constexpr, PDL: tl.constexpr):
-    """Grid (R,): the best of the tiles; among equals the lowest index."""
+@triton.jit
+def finite(x):
+    """Whether it is neither NaN nor infinite."""
+    return (x > float("-inf")) & (x < float("inf"))
+
+
+@triton.jit(do_not_specialize=["R", "tiles", "none"])
+def argmax_finish_kernel(best_ptr, where_ptr, out_ptr, R, tiles, V, none, TB: tl.constexpr, PDL: tl.constexpr):
+    """Grid (R,): the best of the tiles; among equals the lowest index; `none` where it is not finite."""
     row = tl.program_id(0)
     if PDL:
         tlx.gdc_launch_dependents()
         tlx.gdc_wait()
-    _, token = best_of_tiles(best_ptr, where_ptr, row, R, tiles, TB)
-    # A row of NaN has no maximum; any id inside the vocabulary is as good.
-    tl.store(out_ptr + row, tl.minimum(token, V - 1).to(tl.int64))
+    top, token = best_of_tiles(best_ptr, where_ptr, row, R, tiles, TB)
+    tl.store(out_ptr + row, tl.where(finite(top), tl.minimum(token, V - 1), none).to(tl.int64))
 
 
 @triton.jit
@@ -163,9 +169,10 @@ def race_finish_kernel(
             x = tl.div_rn(tl.load(logits_ptr + row.to(tl.int64) * V + draft), row_scale(temperature_ptr, slot))
             weight = tl.where(x >= tl.load(threshold_ptr + row), exp(x - tl.load(peak_ptr + row)), 0.0)
             p = tl.div_rn(weight, sum_of_tiles(sum_ptr, row, R, tiles, TB))
-    tl.store(target_out + row, tl.minimum(token, V - 1).to(tl.int64))
-    tl.store(residual_out + row, tl.minimum(other, V - 1).to(tl.int64))
-    tl.store(p_out + row, p)
+    some = finite(tl.load(peak_ptr + row))
+    tl.store(target_out + row, tl.where(some, tl.minimum(token, V - 1), _NO_TOKEN).to(tl.int64))
+    tl.store(residual_out + row, tl.where(some, tl.minimum(other, V - 1), _NO_TOKEN).to(tl.int64))
+    tl.store(p_out + row, tl.where(some, p, 0.0))
 
 
 def launch_argmax_tiles(x, best, where, *, pdl):
@@ -175,10 +182,20 @@ def launch_argmax_tiles(x, best, where, *, pdl):
     )
 
 
-def launch_argmax_finish(best, where, out, *, vocab, pdl):
+def launch_argmax_finish(best, where, out, *, vocab, pdl, none=0):
     tiles, rows = best.shape
     argmax_finish_kernel[(rows,)](
-        best, where, out, rows, tiles, vocab, TB=triton.next_power_of_2(tiles), PDL=pdl, num_warps=4, launch_pdl=pdl
+        best,
+        where,
+        out,
+        rows,
+        tiles,
+        vocab,
+        none,
+        TB=triton.next_power_of_2(tiles),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
     )
 
 

@@ -75,11 +75,12 @@ def test_close_round(width: int) -> None:
     emitted = torch.minimum(rows, torch.randint(1, width + 1, (B,)))
     token = torch.where(torch.arange(width) < emitted[:, None], torch.randint(0, 6, (B, width)), 0)
     state.stop_ids[slot[0], 9] = mine.stop_ids[slot[0], 9] = token[0, 0]
+    token[1::5, 0], token[2::5, -1] = -1, -1
     record = unwritten(B, 6 + width)
     frame.launch_close_round(token, (emitted - 1).clamp(min=0), emitted, rows, slot, *mine.fields, record)
     want = ops.closed_round(token, (emitted - 1).clamp(min=0), emitted, rows, slot, *state.fields)
     assert torch.equal(record, want) and same_state(mine, state)
-    assert set(want[:, 4].tolist()) == {0, 1, 2}
+    assert set(want[:, 4].tolist()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("synthetic", [None, 1.0, 2.6, 4.0])
@@ -88,7 +89,7 @@ def test_close_greedy(width: int, synthetic: float | None) -> None:
     state, slot = random_state(SLOTS, 3, seed=5), slot_list(SLOTS, PADDING)
     mine = state.copy()
     *_, rows, row_of = packed(state, slot, B * width, width)
-    target, record = torch.randint(0, 3, (B * width,)), unwritten(B, 6 + width)
+    target, record = torch.randint(-1, 3, (B * width,)), unwritten(B, 6 + width)
     mine.pending.remainder_(3), state.pending.remainder_(3)
     parts = None if synthetic is None else ops.synthetic_parts(synthetic)
     frame.launch_close_greedy(target, row_of, rows, slot, *mine.fields, mine.key, mine.child, record, parts)

@@ -15,6 +15,7 @@ from slipstream.kernels import gemm as ops_gemm
 from slipstream.kernels import norm as ops_norm
 from slipstream.kernels import prefill as ops_prefill
 from slipstream.kernels import rope as ops_rope
+from slipstream.kernels import sample as ops_sample
 from slipstream.kernels.jit import attention, block, eagle, gemm, norm, prefill, rope, sample
 from slipstream.kernels.prefill import prefill_tiles
 from slipstream.kernels.tuning import AttentionConfig, GemmConfig, PrefillConfig
@@ -254,6 +255,7 @@ def test_norms_and_activation() -> None:
         assert relative_error(got, ref) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows of NaN
 def test_argmax_breaks_ties_towards_the_lowest() -> None:
     x = torch.randn(R, 9000)
     x[:, [8000, 5000, 4500]] = 99.0
@@ -261,6 +263,12 @@ def test_argmax_breaks_ties_towards_the_lowest() -> None:
     sample.launch_argmax_tiles(x, best, where, pdl=False)
     sample.launch_argmax_finish(best, where, out, vocab=9000, pdl=False)
     assert out.tolist() == [4500] * R
+    x[0], x[1], x[2, 8999] = float("nan"), float("-inf"), float("inf")
+    for none in (-1, 0):
+        sample.launch_argmax_tiles(x, best, where, pdl=False)
+        sample.launch_argmax_finish(best, where, out, vocab=9000, pdl=False, none=none)
+        assert out.tolist() == [none] * 3 + [4500] * (R - 3)
+        assert torch.equal(out, ops_sample.argmax_rows(x, False, none))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -96,6 +96,20 @@ def test_every_mode_and_filter_in_one_frame(
     same_frame(case, filtered=filtered, synthetic=synthetic)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of rows of NaN
+@pytest.mark.parametrize("dense", [False, True])
+def test_rows_without_a_finite_logit(dense: bool) -> None:
+    case = random_case(slots=SLOTS, vocab=600, width=2, seed=4, filtered=True, dense=dense)
+    case.sampling.mode[1:4] = torch.arange(3)
+    case.sampling.temperature[1:4] = torch.tensor([0.0, 0.8, 0.9])
+    case.logits[::3], case.logits[1::3] = float("nan"), float("-inf")
+    mine = case.to("cpu")
+    _, record = kernel_frame(mine, filtered=True)
+    _, want = torch_frame(case, filtered=True)
+    assert torch.equal(record[:, :6], want[:, :6]) and same_state(mine.state, case.state)
+    assert {0, 3} <= set(record[:, 4].tolist())
+
+
 def test_rows_that_do_not_fit() -> None:
     same_frame(random_case(slots=SLOTS, vocab=700, width=4, seed=2, rows=9), filtered=True)
 

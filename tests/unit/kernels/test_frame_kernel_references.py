@@ -32,7 +32,7 @@ def test_close_greedy_is_verify_then_close(width: int, synthetic: float | None) 
     mine, theirs = random_state(SLOTS, DRAFTS, seed=width), random_state(SLOTS, DRAFTS, seed=width)
     slot = slot_list(SLOTS, 5)
     *_, rows, row_of = ops.packed_rows(*mine[1:3], mine.draft_count, mine.pending, slot, 70, width)
-    target = torch.randint(0, 4, (70,))
+    target = torch.randint(-1, 4, (70,))
     zero, real = torch.zeros_like(slot), torch.zeros(slot.shape[0])
     rows_in = VerifyRows(
         mode_B=zero, key_B=theirs.key[slot], child_B=theirs.child[slot], base_B=theirs.committed[slot],

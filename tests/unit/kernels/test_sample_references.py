@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 from slipstream.draft.choose import choose
 from slipstream.kernels import sample
+from slipstream.types import FinishCode
 from tests.support.draft_views import sampled_view
 from tests.support.frame_kernel_cases import same_state
 from tests.support.sample_cases import REJECTION, op_frame, random_case, torch_frame
@@ -33,6 +34,29 @@ def test_the_ops_are_process_verify_close(width: int, dense: bool, synthetic: fl
         accepted |= set(record[:, 2].tolist())
         cut += int((want == float("-inf")).sum() > (case.logits == float("-inf")).sum())
     assert cut >= 10 and (width == 1 or accepted >= {0, 1, 2})
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_rows_without_a_finite_logit_end_their_slots(filtered: bool, dense: bool) -> None:
+    """NaN, infinities, everything banned: no token, no draft accepted, in every mode; what came before stays."""
+    codes, kept = set(), 0
+    for seed in range(6):
+        case = random_case(slots=40, vocab=77, width=3, seed=seed, filtered=filtered, dense=dense)
+        for first, value in ((0, float("nan")), (3, float("-inf")), (5, float("inf"))):
+            case.logits[first::7] = value
+        case.logits[6::14, 9] = float("nan")
+        mine = case.to("cpu")
+        _, record = op_frame(mine, filtered=filtered)
+        _, want = torch_frame(case, filtered=filtered)
+        assert torch.equal(record[:, :6], want[:, :6]) and same_state(mine.state, case.state)
+        bad = record[:, 4] == FinishCode.INVALID
+        codes |= set(record[:, 4].tolist())
+        kept += int((record[bad, 1] > 0).sum())
+        assert bool((mine.state.active[case.slot[bad]] == 0).all())
+        emitted = torch.arange(3) < record[:, 1:2]
+        assert int(record[:, 6:][emitted].min()) >= 0
+    assert codes == {0, 1, 2, 3} and kept > 0
 
 
 @pytest.mark.parametrize("part", [False, True])

@@ -12,6 +12,7 @@ import torch
 from slipstream import LLM, SamplingParams
 from slipstream.device import frame as frame_room
 from slipstream.device import tree as tree_room
+from slipstream.device.target_cache import TargetCache
 from slipstream.errors import ConfigError
 from tests.support.equality_cells import TREE, as_on_a_gpu, model_dirs, run_cell
 from tests.support.reference import DenseReference
@@ -34,7 +35,7 @@ def reference(dirs: dict[str, Path]) -> DenseReference:
 
 
 def nothing_moves(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(frame_room, "compact", lambda *args, **kw: None)
+    patch.setattr(TargetCache, "compact", lambda *args, **kw: None)
 
 
 def one_move_after_the_other(patch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ Case = tuple[str, Callable[[], Any], Callable[[], Any]]
 
 def request_cases(rows: Rows) -> Iterator[Case]:
     """What only some requests ask for; here every slot does."""
-    from slipstream.kernels import adjust, logprobs
+    from slipstream.kernels import adjust, grammar, logprobs
     from slipstream.logprobs import TOKEN_COLUMNS
     from tests.support.frame_kernel_cases import random_state
 
@@ -198,6 +198,9 @@ def request_cases(rows: Rows) -> Iterator[Case]:
     at = (rows.slot_R, cell_R, state.committed, state.pending, None, tally_SV)
     adjusted = (logits, *at, *penalties, count, ids, ids.double() * 1e-4, True, True)
     yield "adjust_rows", lambda: adjust.adjust_rows(*adjusted), lambda: adjust.adjust_rows._init_fn(*adjusted)
+    words = torch.full((slots + 1, width, -(-VOCAB // 32)), -0x55555556, dtype=torch.int32, device="cuda")
+    masked = (logits, rows.slot_R, cell_R, state.committed, torch.ones_like(state.committed), words)
+    yield "mask_rows", lambda: grammar.mask_rows(*masked), lambda: grammar.mask_rows._init_fn(*masked)
     slot_B = torch.arange(1, slots + 1, device="cuda")
     known = (tally_SV, slot_B, *penalties, state.history, state.committed // 2, state.committed)
     yield "recount_slots", lambda: adjust.recount_slots(*known), lambda: adjust.recount_slots._init_fn(*known)

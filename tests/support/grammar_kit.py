@@ -51,9 +51,10 @@ def write_characters(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def character_models(root: Path) -> dict[str, Path]:
+def character_models(root: Path, **changes: Any) -> dict[str, Path]:
     """A random target and a draft that is often right."""
-    target = write_tiny_checkpoint(root / "target", "llama", seed=1, vocab_size=VOCAB, max_position_embeddings=2048)
+    values = {"vocab_size": VOCAB, "max_position_embeddings": 2048, **changes}
+    target = write_tiny_checkpoint(root / "target", "llama", seed=1, **values)
     write_characters(target)
     return {"target": target, "draft": perturb(target, root / "draft", scale=0.02)}
 

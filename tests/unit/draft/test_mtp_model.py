@@ -201,7 +201,8 @@ def test_the_engine_on_the_ops_of_a_gpu(tmp_path: Path, arch: str, monkeypatch: 
     assert same >= 0.9 * len(seen[::3]) > 10
 
 
-def test_own_folders_and_their_layouts_are_the_same_head(tmp_path: Path, target: Path) -> None:
+def test_own_folders_and_their_layouts_are_the_same_head(tmp_path: Path) -> None:
+    target = add_mtp(tiny_model_dir(tmp_path / "target", seed=1, arch="qwen3_5_text", layers=3), seed=3)
     tensors = {n: t for n, t in load_file(target / "model.safetensors").items() if n.startswith("mtp.")}
     plain = write_mtp(tmp_path / "plain", target, tensors)
     tables = {"lm_head.weight": torch.zeros(96, 32), "model.embed_tokens.weight": torch.zeros(96, 32)}

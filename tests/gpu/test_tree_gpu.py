@@ -119,7 +119,7 @@ def test_frames_of_trees_never_wait(tmp_path: Path, sampling: str) -> None:
     frames = Frames(watched=8, traced=8, timed=16)
     target = write_tiny_checkpoint(
         tmp_path / "t", seed=1, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        intermediate_size=512, vocab_size=512, num_hidden_layers=4, max_position_embeddings=1024,
+        intermediate_size=512, vocab_size=32768, num_hidden_layers=4, max_position_embeddings=1024,
     )  # fmt: skip
     with LLM(
         model=str(target), draft=str(write_eagle3(tmp_path / "e", target)), device="cuda", dtype="bfloat16",

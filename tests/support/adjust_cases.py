@@ -68,7 +68,7 @@ def random_adjusting(*, slots: int, vocab: int, drafts: int, tree: bool = False,
     cell = state.committed[slot] + torch.arange(drafts + 1).repeat(slots)
     padding = torch.zeros(3, dtype=torch.int64)
     count = torch.randint(0, 40, (slots + 1,), generator=g) * (torch.arange(slots + 1) % 3 > 0)
-    count[-1] = BIAS_WIDTH if vocab >= BIAS_WIDTH else 3
+    count[max(s for s in range(slots + 1) if s % 3)] = BIAS_WIDTH if vocab >= BIAS_WIDTH else 3
     ids = torch.stack([torch.randperm(max(vocab, BIAS_WIDTH), generator=g)[:BIAS_WIDTH] for _ in range(slots + 1)])
     tally = torch.randint(0, 9, (slots + 1, vocab), generator=g, dtype=torch.int32)
     tally *= torch.randint(0, 2, (slots + 1, vocab), generator=g, dtype=torch.int32)

@@ -42,7 +42,10 @@ def rounds_of(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[list
 
 
 def recorded_rounds(golden_dir: Path, name: str, **engine: Any) -> None:
-    """Asserts that a run's rounds are the recorded ones. engine: options of it."""
+    """Asserts that a run's rounds are the recorded ones. engine: options of it.
+
+    Where counts come late (confidences of earlier frames decide, as losslessness asks), only the tokens are.
+    """
     case, options = RUNS[name]
     expected = json.loads((golden_dir / case / "expected.json").read_text())
     with build(golden_dir, case, options, **engine) as llm:
@@ -51,6 +54,9 @@ def recorded_rounds(golden_dir: Path, name: str, **engine: Any) -> None:
             params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
             tokens, rounds = rounds_of(llm, prompt["prompt_ids"], params)
             assert tokens[:48] == prompt["output_ids"]
+            if llm._engine.config.late_counts:
+                assert options and all(e.accepted <= e.drafted for e in rounds if e.drafted is not None)
+                continue
             want = prompt[name]["rounds"]
             got = rounds[: len(want)]
             assert [(len(w["draft"]), w["accepted"], w["emitted"]) for w in want] == [

@@ -260,6 +260,7 @@ class Frame:
         hidden_RH: Tensor
         taps: Sequence[Tensor]
         if self.fused is not None and token_R.shape[0] <= self.fused.max_rows:
+            # Prompts with pictures, whose rows have three positions, are refused where passes are fused.
             hidden_RH, taps = self.fused.forward(token_R, slot_R, pos_R, table_SP, taps=self.taps, states=states)
         else:
             attention = self.cache.chunk(plan, slot_R, pos_R)

@@ -393,7 +393,13 @@ def resolve_engine(
     page_size = user.page_size if user.page_size is not None else 32
     _between("page_size", page_size, 1, 1024)
     _between("max_slots", max_slots, 1, 4096)
-    memory_bytes -= slot_bytes * (max_slots + 1)
+    states = slot_bytes * (max_slots + 1)
+    if states >= memory_bytes and slot_bytes and not on_cpu:
+        raise ConfigError(
+            f"states of recurrent layers take {slot_bytes / 2**20:.1f} MiB for each of max_slots={max_slots} slots and "
+            f"the sink, and {max(0, memory_bytes) / 2**20:.1f} MiB are left: lower max_slots"
+        )
+    memory_bytes -= states
     saved, interval = _saved_states(user, page_size, max_slots, max_model_len, num_drafts, memory_bytes, state_bytes)
     memory_bytes -= saved * state_bytes
     buckets = tuple(user.slot_buckets)

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from slipstream import LLM, SamplingParams
+from slipstream.attention.dense import DenseCausal
 from slipstream.kernels import delta, delta_ops
 from tests.support.delta_cases import Case, delta_case, prompt_rows
 from tests.support.kernel_cases import relative_error
@@ -152,3 +153,23 @@ def test_poison_in_states_reaches_nobody(model: str) -> None:
         next(victim)
         victim.close()
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)] == want
+
+
+def test_bf16_tokens_are_the_plain_passes_argmax(model: str) -> None:
+    """Teacher-forced: the plain pass without cache gives each token its largest logit, or nearly."""
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    with LLM(model=model, device="cuda", dtype="bfloat16", draft="ngram", max_slots=4, max_model_len=128) as llm:
+        outs = llm.generate(PROMPTS, params)
+        plain = llm._built.model
+    gaps = []
+    for prompt, out in zip(PROMPTS, outs, strict=True):
+        tokens = prompt + out.outputs[0].token_ids
+        pos = torch.arange(len(tokens), device="cuda")
+        with torch.inference_mode():
+            hidden, _ = plain.forward(torch.tensor(tokens, device="cuda"), pos, DenseCausal(pos))
+            logits = plain.logits(hidden)[len(prompt) - 1 : -1]
+        chosen = torch.tensor(out.outputs[0].token_ids, device="cuda")
+        gaps.append(logits.amax(1) - logits.gather(1, chosen[:, None])[:, 0])
+    gap = torch.cat(gaps)
+    assert float(gap.max()) < 1.0, "bf16 rounds states and rows differently along the two ways"
+    assert float((gap == 0).float().mean()) > 0.85

@@ -76,6 +76,22 @@ def test_pages_that_do_not_fit_a_gpu() -> None:
     assert engine(0, num_pages=9).num_pages == 9  # the user's own number is tried
 
 
+def test_states_that_do_not_fit_a_gpu() -> None:
+    def made(memory_bytes: int, **options: Any) -> Any:
+        return resolve_engine(
+            LLMConfig(page_size=16, max_model_len=64, max_slots=3, **options), context=64, num_drafts=0, lookahead=0,
+            kv_bytes_per_token=1024, memory_bytes=memory_bytes, on_cpu=False, slot_bytes=1 << 20, state_bytes=1 << 20,
+        )  # fmt: skip
+
+    with pytest.raises(ConfigError, match=r"take 1.0 MiB for each of max_slots=3 .* 4.0 MiB are left: lower max_slots"):
+        made(4 << 20)
+    few = made(5 << 20)  # a tenth of the last MiB holds no saved state
+    assert (few.saved_states, few.prefix_cache) == (0, False) and few.num_pages > 0
+    many = made(64 << 20)
+    assert (many.saved_states, many.state_interval, many.prefix_cache) == (6, 16, True)
+    assert made(64 << 20, saved_states=9).saved_states == 9
+
+
 @pytest.mark.parametrize(
     ("options", "what"),
     [

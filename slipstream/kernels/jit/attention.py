@@ -162,5 +162,6 @@ def launch_paged_attention(
         rows, table.shape[1], k.shape[1], scale,
         N=heads, KH=kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), G=group,
         GP=triton.next_power_of_2(group), ROWS=rows_per_tile(group), BT=c.block, SPLITS=c.splits,
-        TREE=tree is not None, SKIP=first_cell, LOW=low is not None, PDL=pdl, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
+        TREE=tree is not None, SKIP=first_cell, LOW=low is not None,
+        PDL=pdl, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -216,8 +216,8 @@ def request_cases(rows: Rows) -> Iterator[Case]:
 
 def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
     """Every op of the registry once, on `shape` and the rows."""
-    from slipstream.kernels import attention, draft, frame, gemm, norm, prefill, rope, sample
-    from tests.support.frame_kernel_cases import draft_memory, random_state
+    from slipstream.kernels import attention, draft, frame, gemm, norm, prefill, rope, sample, schedule
+    from tests.support.frame_kernel_cases import draft_memory, random_state, survival_case
 
     h, inner, heads = shape["hidden_size"], shape["intermediate_size"], shape["num_attention_heads"]
     kv_heads, dim, r = shape["num_key_value_heads"], shape["head_dim"], rows.count
@@ -303,6 +303,15 @@ def kernel_cases(rows: Rows, shape: dict[str, int]) -> Iterator[Case]:
         draft.ngram_draft, record, slot_B, state.active, state.committed, state.max_len, state.max_drafts,
         state.history, state.pending, state.draft_count, *memory, cost, 2, True,
     )  # fmt: skip
+    ends = (state.active, state.committed, state.max_len, state.max_drafts, state.pending, state.draft_count)
+    token_BK, wish_B = torch.randint(0, 50, (slots, drafts), device="cuda"), torch.full_like(slot_B, drafts)
+    yield plain(draft.offer_drafts, token_BK, wish_B, record, slot_B, *ends)
+    survival, sure = survival_case(slots, drafts).cuda(), torch.randn(slots, drafts, device="cuda")
+    yield plain(schedule.offer_scheduled, token_BK, wish_B, sure, record, slot_B, *ends, survival)
+    # Half of the drafts fit; what is left of them fits at every later launch, too, in the same time.
+    yield plain(
+        schedule.allot_drafts, state.active, state.draft_count, survival, slot_B, slots + slots * drafts // 2, width
+    )
 
 
 def hybrid_cases(rows: Rows) -> Iterator[Case]:

@@ -118,3 +118,19 @@ def test_table_in_pyproject(tmp_path):
     file.write_text('[tool.slipstream-audit]\nhot = "a.py::f"\n')
     with pytest.raises(AuditError, match="list of strings"):
         read_hot_table(file)
+
+
+def test_founding_case_4_in_source():
+    """The last tokens of all sequences, listed and copied up each step; and counted where they are."""
+    source = """
+import torch
+from torch import Tensor
+
+def penalties(sequences, device):  # audit: hot
+    last_tokens = [s.output[-1] for s in sequences]
+    return torch.tensor(last_tokens).to(device, non_blocking=True)
+
+def counted(tally_SV: Tensor, slot_B: Tensor, token_B: Tensor):  # audit: hot
+    return tally_SV.index_put_((slot_B, token_B), torch.ones_like(token_B), accumulate=True)
+"""
+    assert [(f.rule, f.site.function) for f in lint_source(source).findings] == [("pageable-copy", "penalties")]

@@ -1,0 +1,78 @@
+"""Kernels compiled for an H200 (sm_90) without one: what the interpreter takes and the compiler does not shows here."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed (dev: pip install --no-deps 'triton>=3.9')")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiled, not interpreted", allow_module_level=True)
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from slipstream.kernels.jit import adjust, grammar, logprobs
+
+INT, REAL, DOUBLE, SHORT, N = "*i64", "*fp32", "*fp64", "*i32", "i32"
+PENALTIES = {"repetition_ptr": DOUBLE, "presence_ptr": DOUBLE, "frequency_ptr": DOUBLE}
+ADJUST = {
+    **dict.fromkeys(("x_ptr", "out_ptr"), REAL),
+    **dict.fromkeys(("slot_ptr", "cell_ptr", "committed_ptr", "pending_ptr", "seen_ptr"), INT), "tally_ptr": SHORT,
+    **PENALTIES, "bias_count_ptr": INT, "bias_id_ptr": INT, "bias_value_ptr": DOUBLE, "V": N, "PW": N, "N": N,
+}  # fmt: skip
+COUNT = {"tally_ptr": SHORT, "slot_ptr": INT, **PENALTIES, "record_ptr": INT, "V": N, "C": N, "W": N}
+RECOUNT = {
+    "tally_ptr": SHORT, "slot_ptr": INT, **PENALTIES, "history_ptr": INT, "prompt_len_ptr": INT, "committed_ptr": INT,
+    "V": N, "L": N,
+}  # fmt: skip
+TILES = {
+    "x_ptr": REAL, "row_ptr": INT, "token_ptr": INT, "wanted_ptr": INT, "top_ptr": REAL, "sum_ptr": REAL,
+    "above_ptr": SHORT, "best_ptr": REAL, "where_ptr": SHORT, "M": N, "V": N,
+}  # fmt: skip
+ROWS = {**TILES, "table_ptr": INT, "first": N, "tiles": N}
+MASKS = {
+    "logits_ptr": REAL, **dict.fromkeys(("slot_ptr", "cell_ptr", "committed_ptr", "masked_ptr"), INT),
+    "mask_ptr": SHORT, "R": N, "V": N, "W": N, "N": N,
+}  # fmt: skip
+WIDE = {"NP": 512, "BLOCK": adjust.TILE}
+ONE = {"M": 1, "tiles": 1, "first": 1, "TB": 1, "KP": logprobs.LISTED}
+CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = {
+    "adjust, chains": (adjust.adjust_rows_kernel, ADJUST, {**WIDE, "TREE": 0, "PENALTIES": 1, "BIASES": 1}, {}),
+    "adjust, trees": (adjust.adjust_rows_kernel, ADJUST, {**WIDE, "TREE": 1, "PENALTIES": 1, "BIASES": 1}, {}),
+    "adjust, no drafts": (
+        adjust.adjust_rows_kernel, ADJUST, {**WIDE, "PW": 1, "TREE": 0, "PENALTIES": 1, "BIASES": 0}, {}
+    ),
+    "count": (adjust.count_tokens_kernel, COUNT, {"FIRST": 6, "WP": 4}, {"num_warps": 1}),
+    "recount": (adjust.recount_slots_kernel, RECOUNT, {"BLOCK": adjust.COUNT_BLOCK}, {"num_warps": 8}),
+    "logprob tiles": (
+        logprobs.logprob_tiles_kernel, TILES, {"BLOCK": logprobs.TILE, "KP": logprobs.LISTED}, {"num_warps": 8}
+    ),
+    "logprob rows": (logprobs.logprob_rows_kernel, ROWS, {"TB": 32, "KP": logprobs.LISTED}, {}),
+    "logprob rows, one": (logprobs.logprob_rows_kernel, ROWS, ONE, {}),
+    "masks": (grammar.mask_rows_kernel, MASKS, {"BLOCK": grammar.TILE}, {}),
+}  # fmt: skip
+"""Kernel, types of its arguments, those that are known when it is compiled (an int of 1 always is), options."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_compiles(name: str) -> None:
+    kernel, types, known, options = CASES[name]
+    signature = {arg: "constexpr" if arg in known else types[arg] for arg in kernel.arg_names}
+    places = {(kernel.arg_names.index(arg),): value for arg, value in known.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert len(compiled.asm["cubin"]) > 1000
+
+
+def test_what_does_not_compile_is_seen() -> None:
+    kernel, types, known, _ = CASES["count"]
+    signature = {arg: "constexpr" if arg in known else types[arg] for arg in kernel.arg_names}
+    places = {(kernel.arg_names.index(arg),): value for arg, value in known.items()} | {
+        (kernel.arg_names.index("WP"),): 3  # arange wants a power of two; the interpreter does not mind
+    }
+    with pytest.raises(triton.compiler.errors.CompilationError):
+        triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=places), target=GPUTarget("cuda", 90, 32))

@@ -62,7 +62,8 @@ def no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path))
 
 
-CELLS = pairwise({**FACTORS, "drafter": ("dspark",), "batch": (4,), "chunk": (5,)}, seed=3)
+PAIRS = pairwise({**FACTORS, "drafter": ("dspark",), "batch": (4,), "chunk": (5,)}, seed=3)
+CELLS = [pytest.param(cell, marks=() if i < 7 else pytest.mark.slow) for i, cell in enumerate(PAIRS)]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: "-".join(str(v) for v in c.values()))

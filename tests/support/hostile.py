@@ -14,6 +14,7 @@ FIELDS = (
     "user", "add_generation_prompt", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
     "logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "best_of", "response_format", "tools",
     "tool_choice", "parallel_tool_calls", "guided_json", "guided_regex", "structured_outputs", "logits_processors",
+    "guided_choice", "guided_grammar", "guided_decoding", "chat_template_kwargs", "reasoning_effort",
     "__proto__", "prompt\u0000", "",
 )  # fmt: skip
 ODD: list[Any] = [
@@ -27,6 +28,19 @@ ODD: list[Any] = [
     [{"role": "x", "content": [{"type": "text", "text": "w5"}]}], [{"role": "user", "content": {"a": []}}],
     [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}], [{"type": "function"}],
 ]  # fmt: skip
+FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+SHAPES: list[Any] = [
+    {"json": {"type": "object"}}, {"json": '{"type": "x"}'}, {"regex": "(w5|w9)+"}, {"regex": "("}, {"choice": []},
+    {"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, {"regex": "(a{1,1000}){1,1000}"},
+    {"choice": ["w5", "w9"]}, {"choice": [""] * 3}, {"grammar": 'start: start start | "w5"'}, {"grammar": "%"},
+    {"grammar": 'root ::= "w5" root'}, {"regex": "a", "json": {}}, {"type": "json_object"}, {"type": "regex"},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "maxLength": -1}}},
+    {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "(?=a)"}}},
+    {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"allOf": [{}] * 500}}},
+    {"type": "array", "items": {"enum": ["w5"]}}, "(w5|w9) w7", "[" * 2000, "(", ["w5", "w9 w7"], {"enum": ["w5", 5]},
+    'start: "w5" start | "w9"', "", {"$ref": "http://127.0.0.1:1/schema"}, {"$ref": "#/nowhere"},
+]  # fmt: skip
+"""What an answer should look like, most of it nonsense."""
 
 
 def good(rng: random.Random, route: str) -> dict[str, Any]:
@@ -74,10 +88,12 @@ def hostile(rng: random.Random) -> tuple[str, bytes]:
     route = rng.choice(ROUTES)
     body = good(rng, route)
     kind = rng.random()
-    if kind < 0.6:
+    if kind < 0.2:
+        body[rng.choice(FORMS)] = rng.choice(SHAPES)
+    elif kind < 0.65:
         for _ in range(rng.randint(1, 3)):
             body[rng.choice(FIELDS)] = rng.choice(ODD)
-    elif kind < 0.75:
+    elif kind < 0.77:
         body[rng.choice(FIELDS)] = nested(rng, 4)
     data = json.dumps(body).encode()
     return route, mangled(rng, data) if kind > 0.85 else data

@@ -21,6 +21,7 @@ from slipstream.models.mrope import Media, media_prompt
 from slipstream.outputs import RequestOutput, StreamChunk
 from slipstream.sampling.rng import request_key
 from slipstream.text import Tokenizer
+from slipstream.text.tools import offered, read_tools, usual_format
 from slipstream.types import SamplingParams, TokenEvent
 
 
@@ -123,16 +124,33 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer one conversation or several, each a list of {"role", "content"} messages."""
+        """Answer one conversation or several, each a list of {"role", "content"} messages. tools, chat_template_kwargs:
+        see `chat_prompt`; calls are in the answer's text, as the model writes them."""
         many = messages if messages and not isinstance(messages[0], Mapping) else [messages]
-        prompts: list[Prompt] = [self.chat_prompt(m) for m in many]  # type: ignore[arg-type]
+        more = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
+        prompts: list[Prompt] = [self.chat_prompt(m, **more) for m in many]  # type: ignore[arg-type]
         return self.generate(prompts, params, use_tqdm=use_tqdm)
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation under the model's chat template, ready for the answer."""
-        text = self.tokenizer.apply_chat_template([dict(m) for m in messages], add_generation_prompt=True)
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation under the model's chat template, ready for the answer.
+
+        tools: functions that the answer may call, as OpenAI's API has them. chat_template_kwargs: the template's.
+        """
+        said = [dict(m) for m in messages]
+        said, shown = offered(self.tokenizer, said, read_tools(tools), tools, usual_format(self.tokenizer))
+        text = self.tokenizer.apply_chat_template(
+            said, add_generation_prompt=True, tools=shown, **(chat_template_kwargs or {})
+        )
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[StreamChunk]:

@@ -101,7 +101,7 @@ class Scheduler:
         self._drops: list[Drop] = []
         self._generation = 0
         self._arrivals = 0
-        self._batch = self._gather([])
+        self._batch = self._before = self._gather([])
         self._first_page: tuple[int, ...] = ()
         # No slot needs more for its next two frames: its pages cover at least its length, with what is queued.
         self._most_pages = pages_for(2 * (max(config.num_drafts, config.lookahead) + 1), config.page_size)
@@ -190,7 +190,11 @@ class Scheduler:
         decoding, rows, width = self._choose_decode(ready, 1 + drafts)
         renewed = decoding != self._batch.members
         if renewed:
-            self._batch = self._gather(decoding)
+            # Slots with a grammar come and go every launch: two batches take turns.
+            again = decoding == self._before.members and [s.slot for s in decoding] == [
+                *self._before.slots[: len(decoding)]
+            ]
+            self._before, self._batch = self._batch, self._before if again else self._gather(decoding)
         _, slots, padding, flags, wanted = self._batch
         drafts = min(drafts, wanted)
         reach, appends = self._cover(decoding, width, seq)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +13,12 @@ from slipstream.structured import StructuredOutputsParams
 from slipstream.text import Tokenizer
 from slipstream.text.tool_calls import tool_parser
 from slipstream.text.tools import (
-    NAME,
     Tool,
     call_grammar,
-    detect_format,
-    instructions,
     marks_are_special,
+    offered,
+    read_tools,
+    usual_format,
 )
 from slipstream.text.turns import Reasoning, Turn, reasoning_marks, still_thinking
 from slipstream.types import SamplingParams
@@ -92,14 +91,8 @@ class Conversation:
 def converse(body: ChatBody, params: SamplingParams, tokenizer: Tokenizer, formats: Formats) -> Conversation:
     """Messages to a prompt, tools to what the answer may be. Raises InvalidRequestError, UnsupportedError."""
     tools, choice = _tools(body)
-    kind = formats.tools or detect_format(_templates(tokenizer)) or "hermes"
-    messages = [m.plain() for m in body.messages]
-    shown = None
-    if tools:
-        if any(re.search(r"\btools\b", source) for source in _templates(tokenizer)):
-            shown = body.tools
-        else:
-            messages = _instructed(messages, instructions(kind, tools))
+    kind = formats.tools or usual_format(tokenizer)
+    messages, shown = offered(tokenizer, [m.plain() for m in body.messages], tools, body.tools, kind)
     text = tokenizer.apply_chat_template(
         messages, add_generation_prompt=body.add_generation_prompt, tools=shown, **_variables(body)
     )
@@ -134,19 +127,7 @@ def _tools(body: ChatBody) -> tuple[list[Tool], str]:
         if choice not in (None, "none", "auto"):
             raise InvalidRequestError(f"tool_choice={choice!r:.64} needs tools")
         return [], "none"
-    tools: list[Tool] = []
-    for i, given in enumerate(body.tools):
-        if given.get("type", "function") != "function" or not isinstance(given.get("function"), dict):
-            raise UnsupportedError(f"tools[{i}] is not supported; it must be of type function, with a function")
-        f = given["function"]
-        name, about, parameters = f.get("name"), f.get("description") or "", f.get("parameters") or {}
-        if not isinstance(name, str) or not re.fullmatch(NAME, name):
-            raise InvalidRequestError(f"tools[{i}]: name {name!r:.80} must be 1 to 64 letters, digits, '_', '-' or '.'")
-        if not isinstance(about, str) or not isinstance(parameters, dict):
-            raise InvalidRequestError(f"tools[{i}]: description must be text and parameters a JSON schema")
-        if any(t.name == name for t in tools):
-            raise InvalidRequestError(f"tools: two functions are called {name!r}")
-        tools.append(Tool(name, about, parameters))
+    tools = read_tools(body.tools)
     if isinstance(choice, dict):
         named = choice.get("function")
         wanted = named.get("name") if isinstance(named, dict) and choice.get("type", "function") == "function" else None
@@ -185,22 +166,11 @@ def _forced(
     return StructuredOutputsParams(grammar=grammar)
 
 
-def _instructed(messages: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """The text at the end of the system message, which is made if there is none."""
-    if messages and messages[0]["role"] == "system":
-        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]
-
-
 def _variables(body: ChatBody) -> dict[str, Any]:
     taken = {"self", "messages", "tools", "add_generation_prompt", "template", "tokenize", "name"}
     if clash := sorted(taken & set(body.chat_template_kwargs)):
         raise InvalidRequestError(f"chat_template_kwargs: {clash[0]!r} has a field of its own")
     return body.chat_template_kwargs
-
-
-def _templates(tokenizer: Tokenizer) -> tuple[str, ...]:
-    return () if tokenizer.chat_template is None else tokenizer.chat_template.sources
 
 
 def _special(tokenizer: Tokenizer, marks: Sequence[str]) -> bool:

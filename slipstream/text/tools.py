@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from slipstream.errors import InvalidRequestError, UnsupportedError
 from slipstream.structured import StructuredOutputsParams
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.text.tool_calls import HermesParser, Llama3JsonParser, MistralParser
@@ -41,10 +42,53 @@ FORMATS = {
 }  # fmt: skip
 
 
-def detect_format(templates: Sequence[str]) -> str | None:
-    """The format that a chat template writes calls in, by what it mentions."""
-    text = "".join(templates)
-    return next((name for clue, name in _CLUES if clue in text), None)
+def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
+    """Tools as OpenAI's API has them. Raises InvalidRequestError, UnsupportedError."""
+    found: list[Tool] = []
+    for i, given in enumerate(tools):
+        if given.get("type", "function") != "function" or not isinstance(given.get("function"), dict):
+            raise UnsupportedError(f"tools[{i}] is not supported; it must be of type function, with a function")
+        f = given["function"]
+        name, about, parameters = f.get("name"), f.get("description") or "", f.get("parameters") or {}
+        if not isinstance(name, str) or not re.fullmatch(NAME, name):
+            raise InvalidRequestError(f"tools[{i}]: name {name!r:.80} must be 1 to 64 letters, digits, '_', '-' or '.'")
+        if not isinstance(about, str) or not isinstance(parameters, dict):
+            raise InvalidRequestError(f"tools[{i}]: description must be text and parameters a JSON schema")
+        if any(t.name == name for t in found):
+            raise InvalidRequestError(f"tools: two functions are called {name!r}")
+        found.append(Tool(name, about, parameters))
+    return found
+
+
+def usual_format(tokenizer: Tokenizer) -> str:
+    """The format that the model's chat template writes calls in, by what it mentions; else hermes."""
+    text = "".join(_templates(tokenizer))
+    return next((name for clue, name in _CLUES if clue in text), "hermes")
+
+
+def offered(
+    tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Sequence[Tool], given: Sequence[Any], kind: str
+) -> tuple[list[dict[str, Any]], Sequence[Any] | None]:
+    """Messages and tools for the chat template; one that knows no tools gets them in the system message.
+
+    given: the tools as they came.
+    """
+    if not tools:
+        return [*messages], None
+    if any(re.search(r"\btools\b", source) for source in _templates(tokenizer)):
+        return [*messages], given
+    return _instructed(messages, instructions(kind, tools)), None
+
+
+def _templates(tokenizer: Tokenizer) -> tuple[str, ...]:
+    return () if tokenizer.chat_template is None else tokenizer.chat_template.sources
+
+
+def _instructed(messages: Sequence[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """The text at the end of the system message, which is made if there is none."""
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def marks_are_special(tokenizer: Tokenizer, name: str) -> bool:

@@ -162,8 +162,10 @@ def test_preempted_in_the_middle_of_a_grammar(
     llm.check_idle()
 
 
-@pytest.mark.parametrize(("drafter", "run_ahead"), [("none", 1), ("oracle", 1), ("oracle", 2), ("oracle-tree", 2)])
-@pytest.mark.parametrize("after", ["</think>", "a!"])
+@pytest.mark.parametrize(
+    ("after", "drafter", "run_ahead"),
+    [("</think>", "none", 1), ("</think>", "oracle", 2), ("a!", "oracle", 1), ("a!", "oracle-tree", 2)],
+)
 def test_masks_switch_where_reasoning_ends(
     after: str, drafter: str, run_ahead: int, dirs: dict[str, Path], reference: GrammarReference
 ) -> None:

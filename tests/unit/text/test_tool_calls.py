@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.errors import UnsupportedError
+from slipstream.text import Tokenizer
 from slipstream.text.tool_calls import PARSERS, tool_parser
+from slipstream.text.tools import offered, read_tools, usual_format
 from slipstream.text.turns import Reasoning, Turn, reasoning_marks, still_thinking
+from tests.support.grammar_kit import write_characters
 
 MARKS = ("<think>", "</think>")
 
@@ -177,3 +181,21 @@ def test_other_parsers_are_refused_by_name(name: str) -> None:
         tool_parser(name)
     with pytest.raises(UnsupportedError, match="qwen3, deepseek_r1"):
         reasoning_marks(name)
+
+
+def test_tools_for_templates_that_know_them_and_for_others(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    said = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    for template, kind in (("{{ messages[0].content }}", "hermes"), ("{{ tools }} [TOOL_CALLS]", "mistral")):
+        write_characters(tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        tokenizer = Tokenizer.from_dir(tmp_path)
+        assert usual_format(tokenizer) == kind
+        messages, shown = offered(tokenizer, said, read_tools(tools), tools, kind)
+        if kind == "mistral":
+            assert (messages, shown) == (said, tools)
+        else:
+            assert shown is None and messages[1:] == said[1:] and messages[0]["content"].startswith("Be kind.\n")
+            assert '"name": "f"' in messages[0]["content"] and "<tool_call>" in messages[0]["content"]
+    assert offered(tokenizer, said, [], [], "hermes") == (said, None)
+    assert offered(tokenizer, said[1:], read_tools(tools), tools, "hermes")[1] == tools

@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.kernels.jit import adjust, grammar, logprobs
+from slipstream.kernels.jit import adjust, frame, grammar, logprobs, sample, schedule
 
 INT, REAL, DOUBLE, SHORT, N = "*i64", "*fp32", "*fp64", "*i32", "i32"
 PENALTIES = {"repetition_ptr": DOUBLE, "presence_ptr": DOUBLE, "frequency_ptr": DOUBLE}
@@ -38,6 +38,29 @@ MASKS = {
     "logits_ptr": REAL, **dict.fromkeys(("slot_ptr", "cell_ptr", "committed_ptr", "masked_ptr"), INT),
     "mask_ptr": SHORT, "R": N, "V": N, "W": N, "N": N,
 }  # fmt: skip
+ALLOT = {**dict.fromkeys(("active_ptr", "count_ptr", "survival_ptr", "slot_ptr"), INT), "B": N, "R": N}
+OFFER = {
+    **dict.fromkeys(
+        ("token_ptr", "wish_ptr", "record_ptr", "slot_ptr", "active_ptr", "committed_ptr", "max_len_ptr",
+         "max_drafts_ptr", "pending_ptr", "count_ptr", "survival_ptr", "out_ptr"), INT,
+    ), "logit_ptr": REAL, "C": N, "PW": N,
+}  # fmt: skip
+CLOSE = {
+    **dict.fromkeys(
+        ("target_ptr", "residual_ptr", "token_ptr", "accepted_ptr", "emitted_ptr", "row_of_ptr", "rows_ptr", "slot_ptr",
+         "generation_ptr", "active_ptr", "committed_ptr", "max_len_ptr", "stop_ptr", "history_ptr", "pending_ptr",
+         "mode_ptr", "key_ptr", "child_ptr", "record_ptr"), INT,
+    ), "p_ptr": REAL, "q_ptr": REAL, "L": N, "K": N, "V": N, "whole": N, "share": "i64",
+}  # fmt: skip
+ROUND = {"W": 8, "PW": 8, "WP": 8, "T": 16, "TP": 16}
+FINISH = {"best_ptr": REAL, "where_ptr": SHORT, "out_ptr": INT, "R": N, "tiles": N, "V": N, "none": N}
+RACE = {
+    **dict.fromkeys(("logits_ptr", "peak_ptr", "threshold_ptr", "best_ptr", "sum_ptr", "p_out"), REAL),
+    **dict.fromkeys(
+        ("greedy_ptr", "slot_ptr", "pos_ptr", "mode_ptr", "committed_ptr", "pending_ptr", "target_out", "residual_out"),
+        INT,
+    ), "temperature_ptr": DOUBLE, "where_ptr": SHORT, "R": N, "V": N, "tiles": N, "PW": N,
+}  # fmt: skip
 WIDE = {"NP": 512, "BLOCK": adjust.TILE}
 ONE = {"M": 1, "tiles": 1, "first": 1, "TB": 1, "KP": logprobs.LISTED}
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = {
@@ -54,6 +77,20 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = {
     "logprob rows": (logprobs.logprob_rows_kernel, ROWS, {"TB": 32, "KP": logprobs.LISTED}, {}),
     "logprob rows, one": (logprobs.logprob_rows_kernel, ROWS, ONE, {}),
     "masks": (grammar.mask_rows_kernel, MASKS, {"BLOCK": grammar.TILE}, {}),
+    "allot": (schedule.allot_kernel, ALLOT, {"W": 8, "K": 7, "BP": 64, "KP": 8}, {"num_warps": 1}),
+    "allot, one slot": (
+        schedule.allot_kernel, ALLOT, {"B": 1, "R": 1, "W": 2, "K": 1, "BP": 32, "KP": 4}, {"num_warps": 1}
+    ),
+    "allot, many": (schedule.allot_kernel, ALLOT, {"W": 16, "K": 15, "BP": 512, "KP": 16}, {"num_warps": 8}),
+    "offer with survivals": (schedule.offer_kernel, OFFER, {"D": 5, "DP": 8, "K": 7, "CP": 16}, {"num_warps": 1}),
+    "close round": (frame.close_round_kernel, CLOSE, ROUND, {"num_warps": 1}),
+    "close greedy": (frame.close_greedy_kernel, CLOSE, {**ROUND, "SYNTHETIC": False}, {"num_warps": 1}),
+    "close sampled": (
+        frame.close_sampled_kernel, CLOSE, {**ROUND, "DENSE": True, "SYNTHETIC": True}, {"num_warps": 1}
+    ),
+    "argmax": (sample.argmax_finish_kernel, FINISH, {"TB": 32, "PDL": False}, {}),
+    "argmax, none is one": (sample.argmax_finish_kernel, FINISH, {"none": 1, "TB": 32, "PDL": False}, {}),
+    "race": (sample.race_finish_kernel, RACE, {"TB": 32}, {"num_warps": 1}),
 }  # fmt: skip
 """Kernel, types of its arguments, those that are known when it is compiled (an int of 1 always is), options."""
 

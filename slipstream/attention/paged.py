@@ -33,13 +33,14 @@ def padded_columns(length: int) -> int:
     return columns + 384 - tail if 192 < tail < 384 else columns
 
 
-def padded_rows(width: int, heads_per_kv: int) -> int:
-    """Rows per slot so that the last block of packed queries is full or has at least 8."""
-    width = max(width, -(-MIN_QUERY_ROWS // heads_per_kv))
+def padded_rows(width: int, heads_per_kv: int, dim: int = 128) -> int:
+    """Rows per slot so that the last block of packed queries is full or has at least 8; more for heads above 128."""
+    least = max(MIN_QUERY_ROWS, dim // 16)
+    width = max(width, -(-least // heads_per_kv))
     while True:
         queries = width * heads_per_kv
         tail = queries % (32 if queries < 192 else 64 if queries < 768 else 256)
-        if tail == 0 or tail >= MIN_QUERY_ROWS:
+        if tail == 0 or tail >= least:
             return width
         width += 1
 
@@ -102,7 +103,7 @@ class PagedAttention:
         self.kv = kv
         self.cache_slot_R = cache_slot_R
         self.width = width
-        self.pad = padded_rows(width, heads_per_kv)
+        self.pad = padded_rows(width, heads_per_kv, kv.data.shape[-1])
         self.group = heads_per_kv
         self.grid = grid
         page = kv.page_size

@@ -22,6 +22,7 @@ from tests.support.equality_cells import FACTORS, TREE, run_cell
 from tests.support.kit import VOCAB, perturb, tiny_model_dir
 from tests.support.pairwise import pairwise
 from tests.support.reference import DenseReference
+from tests.support.server import RunningServer
 
 DRAFTERS = tuple(d for d in FACTORS["drafter"] if d != "mtp")
 PAIRS = pairwise({**FACTORS, "drafter": DRAFTERS, "batch": (1, 4)}, seed=11)
@@ -168,6 +169,18 @@ def test_a_long_context_keeps_window_plus_chunk(tmp_path: Path) -> None:
         assert len(out[0].outputs[0].token_ids) == 30
         assert 0 < llm.stats()["window_pages"]["most_held"] * llm.resolved["page_size"] <= 512 + 256
         llm.check_idle()
+
+
+def test_a_server_reports_what_windows_keep(dirs: dict[str, Path]) -> None:
+    body = {"model": "m", "prompt": [5, 6, 7] * 20, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    with RunningServer(str(dirs["target"]), "--max-slots", "2", "--max-model-len", "96") as server:
+        model = server.http.get("/v1/models").json()["data"][0]["id"]
+        assert server.http.post("/v1/completions", json={**body, "model": model}).status_code == 200
+        server.idle()
+        info = server.info()
+    kept, pool = info["resolved"]["window_kv"], info["engine"]["pools"]["window"]
+    assert kept["window"] == 8 and kept["layers"] == 2 and kept["bytes"] <= kept["bytes_without"]
+    assert pool["pages"] == kept["pages"] and pool["held"] == 0 < pool["most_held"] <= 2 * kept["slot_pages"]
 
 
 def test_what_does_not_go_with_windows(dirs: dict[str, Path], tmp_path: Path) -> None:

@@ -155,6 +155,25 @@ def test_columns_and_rows_keep_out_of_the_blocks_that_differ() -> None:
             assert queries >= max(8, width * group) and (tail == 0 or tail >= 8)
 
 
+@pytest.mark.parametrize("window", [0, 512])
+@pytest.mark.parametrize("dim", [192, 256, 512])
+def test_wide_heads_do_not_depend_on_grouping(monkeypatch: pytest.MonkeyPatch, dim: int, window: int) -> None:
+    """bf16, bit for bit, where torch's kernel takes other ways for more of the last rows of a block."""
+    for name, value in (("N", 4), ("K", 1), ("D", dim)):
+        monkeypatch.setattr(f"{__name__}.{name}", value)
+    batch = Slots([130, 61, 777], 32, torch.bfloat16, runs=True)
+    taken = [(0, 8), (1, 3), (2, 5)]
+    out, at = batch.attend(taken, window=window), 0
+    for i, w in taken:
+        for alone in range(1, w + 1):
+            assert torch.equal(batch.attend([(i, alone)], window=window), out[at + w - alone : at + w]), (i, alone)
+        at += w
+    long = Slots([700], 32, torch.bfloat16, runs=True)
+    whole = long.attend([(0, 33)], window=window)
+    for alone in (1, 2, 5, 8):
+        assert torch.equal(long.attend([(0, alone)], window=window), whole[-alone:])
+
+
 @pytest.mark.parametrize("page_size", [8, 32, 256])
 def test_results_do_not_depend_on_grouping(page_size: int) -> None:
     """bf16, bit for bit: one row or eight, alone or in a batch, gathered or in place, few columns or many."""

@@ -112,7 +112,7 @@ engine_case(
 )(last_tokens_from_a_list)
 
 engine_case(
-    "founding case 4, beside the captured frame",
+    "founding case 4 beside the captured frame",
     rule="pageable-copy",
     about="the original form cannot be captured in a CUDA graph: the eager frame with it, and the frame as shipped",
     options=EAGER,

@@ -70,7 +70,7 @@ class Grammars:
         self.compile_seconds = compile_seconds
         self.changed = threading.Event()
         """Set when some masks have become ready, or failed."""
-        self._lock = threading.Lock()
+        self._lock, self._building = threading.Lock(), threading.Lock()
         self._compiled: OrderedDict[StructuredOutputsParams, Future[Any]] = OrderedDict()
         self._library: Any = None
         self._vocabulary: Any = None
@@ -132,7 +132,7 @@ class Grammars:
                 self._compilers = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-compile")
             found = self._compiled.get(key)
             if found is None:
-                found = self._compiled[key] = self._compilers.submit(self._build, key)
+                found = self._compiled[key] = self._compilers.submit(self._built, key)
                 while len(self._compiled) > CACHED:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
@@ -145,6 +145,16 @@ class Grammars:
                 self._fillers = ThreadPoolExecutor(THREADS, thread_name_prefix="grammar-masks")
         self._fillers.submit(work, *args)
 
+    def _built(self, spec: StructuredOutputsParams) -> Any:
+        try:
+            return self._build(spec)
+        except SlipstreamError:
+            raise
+        except BaseException as fault:  # the library's panics derive from it
+            raise InvalidRequestError(
+                f"structured_outputs: {spec.kind}: compiling it failed ({type(fault).__name__})"
+            ) from fault
+
     def _build(self, spec: StructuredOutputsParams) -> Any:
         """A matcher that has computed its first mask."""
         library = self._library
@@ -156,8 +166,12 @@ class Grammars:
         matcher = library.LLMatcher(self._words(), text, log_level=0, limits=limits)
         if not matcher.is_error():
             copy = matcher.deep_copy()
-            if not self.mask(copy).any() or _STUCK in copy.get_error():
+            row = self.mask(copy)
+            if not row.any() or _STUCK in copy.get_error():
                 raise InvalidRequestError(f"structured_outputs: {spec.kind}: this tokenizer has no token to begin with")
+            if not copy.is_error():  # drafts need the way back, which max_tokens= and stop= in a grammar do not have
+                copy.consume_token(int(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[0]))
+                copy.rollback(1)
             matcher = copy if copy.is_error() else matcher
         if matcher.is_error():
             raise InvalidRequestError(f"structured_outputs: {spec.kind}: {_short(matcher.get_error())}")
@@ -165,7 +179,7 @@ class Grammars:
 
     def _words(self) -> Any:
         """The vocabulary as the library has it; built once, in a thread."""
-        with self._lock:
+        with self._building:  # not the lock that the engine's loop takes
             if self._vocabulary is None:
                 tokenizer = self.tokenizer
                 self._pieces = [tokenizer.token_bytes(i) for i in range(self.vocab_size)]
@@ -252,7 +266,7 @@ class GrammarMasks:
             found = self._along(drafts, most) if most else RoundMasks(self._rows(drafts, parents))
         except SlipstreamError as error:
             job.set_exception(error)
-        except Exception as error:
+        except BaseException as error:  # the library's panics derive from it
             job.set_exception(RequestFailedError(f"{GRAMMAR_FAULT} failed: {type(error).__name__}"))
         else:
             job.set_result(found)

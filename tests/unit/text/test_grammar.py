@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from slipstream.text import Tokenizer
 from slipstream.text.grammar import GrammarMasks, Grammars
 from slipstream.types import Request, SamplingParams
 from tests.support.grammar_kit import EOS, VOCAB, WORDS, write_characters
+from tests.support.hostile_grammars import hostile
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 
@@ -161,6 +163,7 @@ def test_schemas_and_copies(grammars: Grammars) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(a"}, "regex"), ({"grammar": "start: b"}, "grammar"), ({"grammar": "root ::= x"}, "grammar"),
     ({"json": {"type": "bogus"}}, "json"), ({"json": {"$ref": "#/nowhere"}}, "json"), ({"regex": "é"}, "no token"),
+    ({"grammar": "start: a\na[max_tokens=5]: /.*/"}, "rollback not supported"),
 ]  # fmt: skip
 
 
@@ -251,3 +254,62 @@ def test_without_the_library_or_a_tokenizer(tokenizer: Tokenizer, monkeypatch: p
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(UnsupportedError, match=r"slipstream\[grammar\]"):
         Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS]).check(spec)
+
+
+def _survives(grammars: Grammars, seeds: range) -> None:
+    """Compiles or is refused, gives masks or ends with an error, and neither takes long."""
+    ran = 0
+    for seed in seeds:
+        rng, began = random.Random(seed), time.monotonic()
+        try:
+            masks = opened(grammars, **hostile(rng))
+            outputs: list[int] = []
+            for _ in range(4):
+                row = rows(masks, outputs, [rng.randrange(VOCAB) for _ in range(3)])[0]
+                bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+                outputs = [*outputs, int(rng.choice(list(np.nonzero(bits)[0])))]
+            ran += 1
+        except (InvalidRequestError, RequestFailedError, UnsupportedError) as error:
+            assert "Panic" not in str(error), (seed, error)
+        assert time.monotonic() - began < 10, seed
+    assert ran > len(seeds) // 4
+
+
+def test_hostile_grammars(grammars: Grammars) -> None:
+    _survives(grammars, range(150))
+
+
+@pytest.mark.soak
+def test_many_hostile_grammars(grammars: Grammars) -> None:
+    _survives(grammars, range(150, 20_000))
+
+
+def test_many_choices(grammars: Grammars) -> None:
+    masks = opened(grammars, choice=[f"ab{i}x" for i in range(1024)])
+    assert words(rows(masks, "ab10")[0]) == {"x", "10", *"0123456789"}
+
+
+def test_a_panic_of_the_library_ends_one_request(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        pass
+
+    build, consume = Grammars._build, GrammarMasks._consume
+
+    def broken(self: Grammars, spec: StructuredOutputsParams) -> Any:
+        if spec.regex == "bad":
+            raise Panic
+        return build(self, spec)
+
+    def falls(self: GrammarMasks, token: int) -> int:
+        if token == WORDS.index("q"):
+            raise Panic
+        return consume(self, token)
+
+    monkeypatch.setattr(Grammars, "_build", broken)
+    monkeypatch.setattr(GrammarMasks, "_consume", falls)
+    grammars = Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS])
+    with pytest.raises(InvalidRequestError, match="Panic"):
+        grammars.check(StructuredOutputsParams(regex="bad"))
+    with pytest.raises(RequestFailedError, match="the grammar failed: Panic"):
+        rows(opened(grammars, regex="[qa]"), "q")
+    assert words(rows(opened(grammars, regex="[qa]"))[0]) == {"q", "a"}

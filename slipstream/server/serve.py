@@ -103,6 +103,8 @@ async def _run(config: ServeConfig, engine: EngineClient, listeners: list[socket
     ]
     for note in engine.ready.notes:
         logs.info(note)
+    for at in listeners:
+        at.listen(1024)  # who reads "serving" may connect at once
     host = f"[{config.host}]" if ":" in config.host else config.host
     if len(listeners) > 1:
         logs.info(f"metrics and page at http://{ADMIN_HOST}:{listeners[1].getsockname()[1]}")

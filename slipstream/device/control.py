@@ -35,7 +35,7 @@ class ControlWriter:
         self._decode: tuple[int, ...] = ()
         self._pictures = "rope_delta" in self.offset
         self._media: dict[int, Media] = {}
-        self._offsets = False  # whether the last chunk had any that are not 0
+        self._offsets = 0  # rows of the device's table, from its first, that may hold another number than 0
         self._cells: list[IntArray] = []
         self._values: list[IntArray] = []
 
@@ -138,8 +138,8 @@ class ControlWriter:
         pictured = any(s.slot in self._media for s in spans)
         if not pictured and not self._offsets:
             return
-        self._offsets = pictured
-        offsets_np, at = np.zeros((3, rows), dtype=np.int64), 0
+        # Text behind a picture's rows may be shorter than they were: the others would keep theirs for a longer chunk.
+        offsets_np, at = np.zeros((3, max(rows, self._offsets)), dtype=np.int64), 0
         for s in spans:
             media = self._media.get(s.slot)
             if media is not None:
@@ -149,6 +149,7 @@ class ControlWriter:
                 # Output that is read again after a preemption goes on behind the prompt.
                 offsets_np[:, at : at + s.length] = np.where(number_np < known, inside_np, media.delta)
             at += s.length
+        self._offsets = at if pictured else 0
         for axis in range(3):
             self._put("chunk_rope", axis, offsets_np[axis])
 

@@ -21,7 +21,8 @@ PICTURES = {
 def test_text_behind_a_picture_stands_where_it_should(tmp_path: Path) -> None:
     """A chunk shorter than the picture's left the other rows' offsets to the next longer one."""
     embeds = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
-    picture = {"prompt_token_ids": [3, *[90] * 6, *range(4, 16)], "prompt_embeds": embeds, "image_grid_thw": [[1, 4, 6]]}
+    ids = [3, *[90] * 6, *range(4, 16)]
+    picture = {"prompt_token_ids": ids, "prompt_embeds": embeds, "image_grid_thw": [[1, 4, 6]]}
     text = [(7 * i + i * i) % 80 for i in range(3, 25)]
     with LLM(model=str(tiny_model_dir(tmp_path / "m", seed=4, **PICTURES)), dtype="float64", max_model_len=64) as llm:
         want = llm.generate([text], GREEDY)[0].outputs[0].token_ids

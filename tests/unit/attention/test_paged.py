@@ -148,6 +148,8 @@ def test_columns_and_rows_keep_out_of_the_blocks_that_differ() -> None:
     for length in range(1, 3000):
         columns = padded_columns(length)
         assert columns >= length and columns % 32 == 0 and not 192 < columns % 512 < 384
+        wide = padded_columns(length, 128)
+        assert wide >= length and wide % 32 == 0 and wide % 512 <= 192
     for group in (1, 2, 3, 4, 8):
         for width in range(1, 700):
             queries = padded_rows(width, group) * group

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slipstream import LLM
 from slipstream.audit import Report, summarize
@@ -69,7 +70,7 @@ def test_the_gpu_floor_counts_rows_drafter_and_kv() -> None:
     kv = types.SimpleNamespace(nbytes=11 * 4 * 8, num_pages=10, page_size=4)  # 8 bytes per token
     model = types.SimpleNamespace(weight_bytes=lambda: 1000, dtype=types.SimpleNamespace(itemsize=2))
     drafter = types.SimpleNamespace(weight_bytes=lambda: 300)
-    frame = types.SimpleNamespace(model=model, drafter=drafter, kv=kv)
+    frame = types.SimpleNamespace(model=model, drafter=drafter, kv=kv, states=None)
     device = types.SimpleNamespace(frame=frame)
     llm = types.SimpleNamespace(resolved={"num_drafts": 3}, _built=types.SimpleNamespace(device=device))
     given = argparse.Namespace(prompt_len=100, output_len=512)
@@ -77,6 +78,10 @@ def test_the_gpu_floor_counts_rows_drafter_and_kv() -> None:
     assert decode.gpu_floor(llm, given, batch=2, read=10.0, matrix=1e9) == pytest.approx(bytes_only)
     bound = decode.gpu_floor(llm, given, batch=2, read=10.0, matrix=1.0)
     assert bound == pytest.approx(2 * 500 * 8 + 2 * 150 * 2 + 2 * (100 + decode.SHORT + 256) * 8 / 10.0)
+    # Two recurrent layers, six numbers of 4 bytes per slot and layer: read and written once.
+    frame.states = types.SimpleNamespace(state=torch.zeros(2, 5, 3, 2))
+    with_states = decode.gpu_floor(llm, given, batch=2, read=10.0, matrix=1e9)
+    assert with_states - bytes_only == pytest.approx(2 * 2 * 12 * 4 / 10.0)
 
 
 def test_the_floors_own_buffers_are_not_in_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:

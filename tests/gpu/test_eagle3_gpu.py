@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,14 @@ from slipstream.memory.kv import KVPages
 from tests.support.eagle import head_tensors, head_values, rounds_of_the_reference, stand_in_target
 from tests.support.kernel_cases import relative_error
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_float32"),
+]
 
 H, V, PAGE = 256, 1000, 16
 LIMIT = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def make(dtype: torch.dtype, shape: dict[str, Any], changes: dict[str, Any]) -> Eagle3Model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tests.support.equality_cells import FACTORS, fields_of, model_dirs, run_cel
 from tests.support.pairwise import pairwise
 from tests.support.reference import planted_oracle
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 CELLS = pairwise({**FACTORS, "shapes": ("buckets", "padded", "default"), "graphs": (True, False)}, seed=11)
 POISONED = pairwise(
@@ -31,14 +30,6 @@ POISONED = pairwise(
 GPU: dict[str, Any] = {"device": "cuda", "dtype": "float32"}
 BIG = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128}
 PROMPTS = [[5, 6, 7] * 10, [9] * 20, [1, 2], list(range(30, 70))]
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -21,7 +19,11 @@ from slipstream.models.weights import WeightBuilder
 from tests.support.kernel_cases import relative_error
 from tests.support.tiny import tiny_config
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_float32"),
+]
 
 LIMIT = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 PAGE, PAGES_PER_SLOT, TAPS = 16, 8, (2, 0)
@@ -36,14 +38,6 @@ SHAPES = {
     "qwen2": {"hidden_size": 320, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 64},
     "qwen3": {"hidden_size": 384, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
 }
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 class Case:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,11 @@ from tests.support.kernel_cases import attention_by_loops, paged_case, relative_
 from tests.support.kit import perturb, tiny_model_dir
 from tests.support.pairwise import pairwise
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_float32"),
+]
 
 LIMIT = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 DRAFTERS = ("none", "ngram", "oracle", "draft-good", "eagle3", "eagle3-tree")
@@ -28,14 +31,6 @@ CELLS = pairwise(
     {**FACTORS, "drafter": DRAFTERS, "batch": (1, 4), "shapes": ("buckets", "padded"), "graphs": (True, False)}, seed=4
 )
 AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 @pytest.fixture(scope="module")

@@ -88,6 +88,26 @@ class ToolParser:
         pass
 
 
+class _Quotes:
+    """Which characters of JSON belong to strings. inside: the next one does."""
+
+    def __init__(self) -> None:
+        self.inside = self._escape = False
+
+    def holds(self, c: str) -> bool:
+        """Whether the next character is of a string, its quotes included."""
+        if not self.inside:
+            self.inside = c == '"'
+            return self.inside
+        if self._escape:
+            self._escape = False
+        elif c == "\\":
+            self._escape = True
+        elif c == '"':
+            self.inside = False
+        return True
+
+
 class _Call:
     """A JSON object with a name and arguments, character by character. done: its brace is closed; failed: it is no
     call. raw: its text, as long as it may turn out to be none."""
@@ -100,7 +120,7 @@ class _Call:
         self._key: list[str] = []
         self._value: list[str] = []
         self._nested = 0
-        self._string = self._escape = False
+        self._quotes = _Quotes()
         self._before_name: list[str] = []  # arguments that came first
         self._given = False
 
@@ -114,7 +134,7 @@ class _Call:
         self._state = self._before_key
 
     def _before_key(self, c: str) -> None:
-        if c == '"':
+        if self._quotes.holds(c):
             self._key, self._state = [c], self._in_key
         elif c == "}":
             self._close()
@@ -123,11 +143,8 @@ class _Call:
 
     def _in_key(self, c: str) -> None:
         self._key.append(c)
-        if self._escape:
-            self._escape = False
-        elif c == "\\":
-            self._escape = True
-        elif c == '"':
+        self._quotes.holds(c)
+        if not self._quotes.inside:
             self._state = self._before_value
 
     def _before_value(self, c: str) -> None:
@@ -139,15 +156,8 @@ class _Call:
     def _in_value(self, c: str) -> None:
         if not self._value and c in _SPACE:
             return
-        if self._string:
-            if self._escape:
-                self._escape = False
-            elif c == "\\":
-                self._escape = True
-            elif c == '"':
-                self._string = False
-        elif c == '"':
-            self._string = True
+        if self._quotes.holds(c):
+            pass
         elif c in "{[":
             self._nested += 1
         elif c in "}]" and self._nested:
@@ -159,7 +169,7 @@ class _Call:
         self._value.append(c)
         if self._streams:
             self._hand_out(c)
-        if self._value[0] in '"{[' and not self._nested and not self._string:
+        if self._value[0] in '"{[' and not self._nested and not self._quotes.inside:
             self._finish_value()
 
     @property
@@ -384,20 +394,13 @@ class MistralParser(_Marked):
     def _named(self, head: str) -> None:
         self._begin(head.split("[", 1)[0].strip())  # [CALL_ID] and [ARGS] may follow it
         self._raw, self._state = None, self._in_object
-        self._nested, self._string, self._escape = 0, False, False
+        self._nested, self._quotes = 0, _Quotes()
 
     def _in_object(self, c: str) -> None:
         self._arguments(c)
-        if self._string:
-            if self._escape:
-                self._escape = False
-            elif c == "\\":
-                self._escape = True
-            elif c == '"':
-                self._string = False
-        elif c == '"':
-            self._string = True
-        elif c in "{[":
+        if self._quotes.holds(c):
+            return
+        if c in "{[":
             self._nested += 1
         elif c in "}]":
             self._nested -= 1

@@ -12,24 +12,12 @@ from typing import Any
 
 import pytest
 
-from slipstream import LLM
-from tests.support.equality_cells import FACTORS, model_dirs, run_cell
+from tests.support.equality_cells import FACTORS, run_cell
 from tests.support.pairwise import all_cells, pairwise
 from tests.support.reference import DenseReference
 
 FULL = os.environ.get("SLIPSTREAM_FULL") == "1"
 CELLS = all_cells(FACTORS) if FULL else pairwise(FACTORS, seed=7)
-
-
-@pytest.fixture(scope="module")
-def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return model_dirs(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def reference(dirs: dict[str, Path]) -> DenseReference:
-    llm = LLM(model=str(dirs["target"]), dtype="float64", max_model_len=256)
-    return DenseReference(llm._built.model)
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda c: "-".join(str(v) for v in c.values()))

@@ -17,7 +17,7 @@ from slipstream.device.logits import LogitStages
 from slipstream.kernels import adjust as ops
 from slipstream.sampling import penalties
 from slipstream.types import RECORD_COLUMNS
-from tests.support.equality_cells import TREE, model_dirs
+from tests.support.equality_cells import TREE
 from tests.support.kit import VOCAB
 from tests.support.reference import DenseReference, planted_oracle
 from tests.support.tree_oracle import oracle_tree
@@ -27,17 +27,6 @@ PROMPTS = [(5, 9, 31, 7), (8, 8, 8, 60, 2, 8), tuple(range(40, 64)), (77,)]
 OUTPUT = {"presence_penalty": 1.5, "frequency_penalty": 0.8}
 AGAIN = {"presence_penalty": -2.0, "repetition_penalty": 0.4}
 REPETITION = {"repetition_penalty": 1.9}
-
-
-@pytest.fixture(scope="module")
-def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return model_dirs(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def reference(dirs: dict[str, Path]) -> DenseReference:
-    llm = LLM(model=str(dirs["target"]), dtype="float64", max_model_len=256)
-    return DenseReference(llm._built.model)
 
 
 def run(

@@ -16,7 +16,7 @@ from slipstream.answers import default_params
 from slipstream.errors import InvalidRequestError
 from slipstream.outputs import Logprobs, RequestOutput
 from slipstream.server.protocol import CompletionBody, read_body, sampling
-from tests.support.equality_cells import TREE, as_on_a_gpu, model_dirs
+from tests.support.equality_cells import TREE, as_on_a_gpu
 from tests.support.kit import VOCAB
 from tests.support.pairwise import pairwise
 from tests.support.reference import DenseReference, planted_oracle
@@ -41,17 +41,6 @@ FACTORS: dict[str, Any] = {
     "event": ("none", "preempt"),
 }  # fmt: skip
 MAX_TOKENS = 20
-
-
-@pytest.fixture(scope="module")
-def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return model_dirs(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def reference(dirs: dict[str, Path]) -> DenseReference:
-    llm = LLM(model=str(dirs["target"]), dtype="float64", max_model_len=256)
-    return DenseReference(llm._built.model)
 
 
 def want(reference: DenseReference, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:

@@ -14,24 +14,13 @@ from slipstream.device import frame as frame_room
 from slipstream.device import tree as tree_room
 from slipstream.device.target_cache import TargetCache
 from slipstream.errors import ConfigError
-from tests.support.equality_cells import TREE, as_on_a_gpu, model_dirs, run_cell
+from tests.support.equality_cells import TREE, as_on_a_gpu, run_cell
 from tests.support.reference import DenseReference
 
 CELL = {
     "drafter": "oracle-tree", "sampling": "greedy", "batch": 4, "page_size": 16, "prefix": "miss", "chunk": 256,
     "event": "none", "run_ahead": 1, "shapes": "exact",
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return model_dirs(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
-def reference(dirs: dict[str, Path]) -> DenseReference:
-    llm = LLM(model=str(dirs["target"]), dtype="float64", max_model_len=256)
-    return DenseReference(llm._built.model)
 
 
 def nothing_moves(patch: pytest.MonkeyPatch) -> None:

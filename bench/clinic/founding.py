@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -61,12 +62,8 @@ def scalar_per_draft_step() -> Iterator[None]:
             torch.tensor(step, device=slots.slot_B.device)
         production(self, slots)
 
-    patched: Any = original_form
-    NgramDrafter.draft_slots = patched  # type: ignore[method-assign]
-    try:
+    with patch.object(NgramDrafter, "draft_slots", original_form):
         yield
-    finally:
-        NgramDrafter.draft_slots = production  # type: ignore[method-assign]
 
 
 engine_case(
@@ -95,12 +92,8 @@ def last_tokens_from_a_list() -> Iterator[None]:
         last_BW = torch.tensor(listed).to(slot_B.device, non_blocking=True)
         production(self, plan, slot_B, record_BC + 0 * last_BW.sum(), *rest)
 
-    patched: Any = original_form
-    LogitStages.committed = patched  # type: ignore[method-assign]
-    try:
+    with patch.object(LogitStages, "committed", original_form):
         yield
-    finally:
-        LogitStages.committed = production  # type: ignore[method-assign]
 
 
 engine_case(

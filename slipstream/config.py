@@ -34,7 +34,8 @@ class EngineConfig:
 
     max_slots: running requests (slot 0 is the sink, ids are 1..max_slots). num_pages: page ids 1..num_pages, page 0 is
     the sink. prefill_chunk: most prompt rows per launch while nobody decodes; prefill_chunk_busy: the same while
-    somebody does. prefill_tiers: packed rows that a chunk may have; empty means exact. prefill_prompts: most prompts
+    somebody does, or prefill_busy_share times the rows of the frame if that is more.
+    prefill_tiers: packed rows that a chunk may have; empty means exact. prefill_prompts: most prompts
     that one chunk reads from, 0 means any number. lookahead: positions beyond the verified rows that the drafter's own
     KV needs. rereads: positions before the end of a prefix hit that are read again, for drafters that need what the
     target computes there. tree_depth: levels of a draft tree of num_drafts nodes below its root, so that a frame emits
@@ -63,6 +64,7 @@ class EngineConfig:
     tree_depth: int = 0
     prefill_chunk: int = 256
     prefill_chunk_busy: int = 32
+    prefill_busy_share: int = 0
     prefill_tiers: tuple[int, ...] = ()
     prefill_prompts: int = 0
     prefix_cache: bool = True
@@ -95,6 +97,7 @@ class EngineConfig:
         _between("max_stop_ids", self.max_stop_ids, 1, 1024)
         _between("prefill_chunk", self.prefill_chunk, 1, 1 << 16)
         _between("prefill_chunk_busy", self.prefill_chunk_busy, 1, 1 << 16)
+        _between("prefill_busy_share", self.prefill_busy_share, 0, 64)
         _between("prefill_prompts", self.prefill_prompts, 0, 4096)
         for tier in self.prefill_tiers:
             _between("prefill_tiers", tier, 1, 1 << 16)
@@ -432,6 +435,8 @@ def resolve_engine(
         tree_depth=tree_depth,
         prefill_chunk=chunk,
         prefill_chunk_busy=min(chunk, busy if busy is not None else 32),
+        # A CPU's time goes with the rows: a chunk of twice the frame's is at most two frames' time.
+        prefill_busy_share=2 if on_cpu and busy is None else 0,
         prefill_tiers=chunk_tiers,
         prefill_prompts=0 if on_cpu else min(max_slots, PREFILL_PROMPTS),
         prefix_cache=user.prefix_cache and (saved > 0 or not state_bytes),

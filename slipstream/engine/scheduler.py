@@ -202,7 +202,7 @@ class Scheduler:
             first_page = self.ledger.pool.first_page
             self._first_page = (*(first_page(s.slot) for s in decoding), *(-1,) * padding)
         admits: list[Admit] = []
-        spans = self._choose_prefill(reading, bool(decoding), admits, seq)
+        spans = self._choose_prefill(reading, rows if decoding else 0, admits, seq)
         if not decoding and not spans:
             return None
         if spans:
@@ -330,10 +330,15 @@ class Scheduler:
         return due
 
     def _choose_prefill(
-        self, reading: list[Sequence], busy: bool, admits: list[Admit], seq: int
+        self, reading: list[Sequence], rows: int, admits: list[Admit], seq: int
     ) -> list[tuple[Sequence, PrefillSpan]]:
-        """Prompt rows of this launch: started prompts first, then the queue, within one chunk's rows and prompts."""
-        budget = self.config.prefill_chunk_busy if busy else self.config.prefill_chunk
+        """Prompt rows of this launch: started prompts first, then the queue, within one chunk's rows and prompts.
+
+        rows: of the frame before it; 0: nobody decodes.
+        """
+        budget = self.config.prefill_chunk
+        if rows:
+            budget = max(self.config.prefill_chunk_busy, min(budget, self.config.prefill_busy_share * rows))
         spans: list[tuple[Sequence, PrefillSpan]] = []
         started = deque(reading)
         most = self.config.prefill_prompts or self.config.max_slots

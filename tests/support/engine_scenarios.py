@@ -68,6 +68,7 @@ def draw_scenario(pick: Pick, run_ahead: int, page_size: int, *, windows: bool =
         "num_drafts": k,
         "prefill_chunk": pick(1, 24),
         "prefill_chunk_busy": pick(1, 8),
+        "prefill_busy_share": context % 3,
         "prefix_cache": pick(0, 3) > 0,
         "slot_buckets": ((1, 2, 4), (2, 4), ())[pick(0, 2)],
         "rereads": (context + 1) % 2,

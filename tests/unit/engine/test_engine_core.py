@@ -389,3 +389,25 @@ def test_urgent_requests_are_admitted_first_and_preempted_last() -> None:
         want = expected(ask(name, prompt=(ord(name), 2, 3), max_len=40), VOCAB)
         assert text(events, name) == want[0]
     engine.check_idle()
+
+
+def test_a_large_frame_lets_more_prompt_rows_in() -> None:
+    """64 prompts at once: the last waits for a few frames, not for one per prompt."""
+    waited = {}
+    for share in (0, 2):
+        engine, device = make(
+            max_slots=64, num_pages=1024, num_drafts=0, prefill_chunk=64, prefill_chunk_busy=8, prefill_busy_share=share
+        )
+        for i in range(64):
+            engine.add(ask(f"r{i}", prompt=(i, 2, 3, 4, 5, 6, 7, 8), max_len=40))
+        first: dict[str, int] = {}
+        frames = 0
+        while engine.has_work:
+            frames += 1
+            for event in engine.step():
+                first.setdefault(event.request_id, frames)
+        waited[share] = max(first.values())
+        for plan in device.plans:
+            rows = sum(span.length for span in plan.prefill)
+            assert rows <= (64 if not plan.decode else max(8, share * plan.rows))
+    assert waited[0] > 50 and waited[2] < 15, waited

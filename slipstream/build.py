@@ -13,10 +13,11 @@ import torch
 from slipstream import __version__
 from slipstream.answers import Limits
 from slipstream.attention.windows import WindowLayers
-from slipstream.config import DEFAULT_DRAFTS, EngineConfig, LLMConfig, resolve_engine
+from slipstream.config import EngineConfig, LLMConfig, resolve_engine
 from slipstream.device import costs
 from slipstream.device.catch_up import CatchUp
 from slipstream.device.frame import Frame
+from slipstream.device.media import takes_embeds
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.draft.detect import OWN, Head, load_head, unknown_draft
@@ -71,7 +72,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
     model = loaded.model
     source = _tokenizer_source(config, loaded)
     tokenizer = Tokenizer.from_path(source)
-    num_drafts = 0 if config.draft is None else DEFAULT_DRAFTS if config.num_drafts is None else config.num_drafts
+    num_drafts = config.drafts
     draft_loaded, head = None, None
     if config.draft == OWN and HAS_HEAD in loaded.notes:
         loaded.notes.remove(HAS_HEAD)
@@ -88,8 +89,6 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
             num_drafts = getattr(head.model, "max_drafts", num_drafts)
         if draft_loaded is not None:
             _check_draft(config, loaded, draft_loaded, tokenizer)
-    if config.draft == "none":
-        num_drafts = 0
     _check_confidence(config, head)
     shape = _tree(config, head)
     if shape is not None:
@@ -131,7 +130,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         device=device, real=real, draft_vocab=drafter.draft_vocab if drafter else None, tree=shape is not None,
         processors=tuple(processors), saved_states=0 if recurrent is None else engine.saved_places,
         windows=windows is not None, scheduled=engine.confidence_schedule,
-        pictures=bool(model.config.rope.sections),
+        pictures=bool(model.config.rope.sections), given=takes_embeds(config.prompt_embeds, model.config, device),
     )  # fmt: skip
     cuts = isinstance(drafter, ConfidentDrafter) and drafter.cuts
     # With one frame in flight and exact rows every draft that is offered gets its row.
@@ -174,6 +173,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         "state_bytes": 0 if states is None else states.nbytes,
         "processors": list(processors),
         "sampling_bytes": frame.logit_stages.nbytes,
+        "embeds_bytes": frame.given.embeds_RH.nbytes,
         "capture": None if report is None else asdict(report),
         **{f: getattr(engine, f) for f in engine.__dataclass_fields__},
     }

@@ -219,6 +219,8 @@ class LLMConfig:
     window_pages: pages for layers with a sliding window; by default what is always enough, more keep more prefixes.
     saved_states: states of recurrent layers that are kept for prefix hits, a tenth of the memory for pages by default;
     state_interval: tokens between two of them, a multiple of page_size and 16.
+    prompt_embeds: whether prompts may bring embeddings, which takes room for a chunk of them; by default where the
+    model has image tokens, and on a CPU.
     gpu_memory_mib: most that weights and pages may take on a GPU, even where more is free.
     adaptive: every frame makes the number of drafts, none included, that pays at its batch size and the acceptance
     seen so far; num_drafts is then the most. Nothing but this promises never to be slower than plain decoding: a fixed
@@ -263,6 +265,7 @@ class LLMConfig:
     capture_mib: float | None = None
     gpu_memory_mib: float | None = None
     synthetic_acceptance: float | None = None
+    prompt_embeds: bool | None = None
     adaptive: bool = False
     confidence_schedule: bool = False
     verifier: str = "chain"
@@ -275,6 +278,13 @@ class LLMConfig:
             if name not in known:
                 raise ConfigError(f"unknown option {name!r}; known: {', '.join(known)}")
         return cls(**options)
+
+    @property
+    def drafts(self) -> int:
+        """Drafts per frame and slot, where the draft itself does not say how many it makes."""
+        if self.draft in (None, "none"):
+            return 0
+        return DEFAULT_DRAFTS if self.num_drafts is None else self.num_drafts
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -360,7 +370,7 @@ _KINDS: tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...] = (
     ((int, float), "a number", ("synthetic_acceptance",)),
     ((str, os.PathLike), "text or a path", ("model", "tokenizer")),
     ((str,), "text", ("device", "dtype", "load_format", "revision")),
-    ((bool,), "True or False", ("prefix_cache", "cuda_graphs", "adaptive", "confidence_schedule")),
+    ((bool,), "True or False", ("prefix_cache", "cuda_graphs", "adaptive", "confidence_schedule", "prompt_embeds")),
     ((Mapping,), "a mapping of option names to values", ("draft_options", "draft_tree")),
 )  # fmt: skip
 

@@ -228,8 +228,11 @@ class LLM:
         media, model = None, self._built.model
         if isinstance(prompt, Mapping):
             prompt, media = media_prompt(prompt, model.config, model.dtype)
-            if media.embeds is not None and model.device.type != "cpu":
-                raise UnsupportedError(f"prompt_embeds are taken on device=cpu only so far, not on {model.device}")
+            if media.embeds is not None and not self.resolved["embeds_bytes"]:
+                raise UnsupportedError(
+                    "prompt_embeds: this engine has no room for them; start it with prompt_embeds=True, which takes "
+                    "some memory on the device and beside it"
+                )
         made = prepare(prompt, params, self.tokenizer, self._built.limits, self._built.grammars, service)
         return made if media is None else made._replace(media=media)
 

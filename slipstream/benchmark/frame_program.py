@@ -21,6 +21,7 @@ from slipstream.device.catch_up import CatchUp
 from slipstream.device.control import ControlWriter
 from slipstream.device.frame import Frame
 from slipstream.device.masks import MaskRing
+from slipstream.device.media import EmbedRing
 from slipstream.device.staging import UploadRing
 from slipstream.device.state import SlotState
 from slipstream.draft.block_config import parse_block_config
@@ -73,6 +74,13 @@ PICTURES = {
     "rope_parameters": {"rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
 }  # fmt: skip
 """A rotary embedding with positions on three axes."""
+
+PICTURES_HYBRID = {
+    **HYBRID, "image_token_id": 9, "vision_config": {"spatial_merge_size": 1},
+    "rope_parameters": {
+        "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
+    },
+}  # fmt: skip
 
 WINDOWS = {
     **CONFIG, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "sliding_window": 24,
@@ -158,16 +166,18 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     the kernels that stand between library products; grammar: greedy, with masks going up; requests,
     requests-tree: sampled, with all that only some requests ask for; model: sampled, with drafts by a model, and the
     plain pass for both; windows, windows-tree: a target with a sliding window in one layer; pictures: one whose rotary
-    embedding has three axes, and a prompt with a picture beside text; hybrid: a target with a recurrent layer, whose
-    states are saved for a prefix cache; or mtp-hybrid: the same with its MTP head. plant: "module:function" that puts a
+    embedding has three axes, and a prompt with a picture beside text, by the plain pass; hybrid: a target with a
+    recurrent layer, whose states are saved for a prefix cache; mtp-hybrid: the same with its MTP head; or
+    pictures-hybrid: the same with a picture beside text, by the fused pass. plant: "module:function" that puts a
     known fault back into a production function, to see that the proof turns red (tests/unit/test_frame_proof.py).
     """
     device, slots, drafts, page = torch.device("cuda:0"), 8, 3, 16
     engine = EngineConfig(
         max_slots=slots, page_size=page, num_pages=64, max_model_len=128, num_drafts=drafts, lookahead=1 + TREE.expanded
     )
-    hybrid, windowed, pictures = kind.endswith("hybrid"), kind.startswith("windows"), kind == "pictures"
-    values = HYBRID if hybrid else WINDOWS if windowed else PICTURES if pictures else CONFIG
+    hybrid, windowed, pictures = kind.endswith("hybrid"), kind.startswith("windows"), kind.startswith("pictures")
+    values = (PICTURES_HYBRID if pictures else HYBRID) if hybrid else WINDOWS if windowed else CONFIG
+    values = PICTURES if pictures and not hybrid else values
     config = parse_hf_config(dict(values))
     weights = WeightBuilder(DummyWeights(config, seed=0, device=device), device=device, dtype=torch.bfloat16)
     model = model_class(config.architecture)(config, weights)
@@ -198,9 +208,10 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         max_slots=slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot, num_drafts=drafts,
         chunk_rows=CHUNK, device=device, draft_vocab=drafter.draft_vocab, tree=tree is not None, scheduled=scheduled,
         saved_states=engine.max_model_len // 64 + 2 if hybrid else 0, windows=windowed, pictures=pictures,
+        given=pictures,
     )  # fmt: skip
     cut = PassConfig(rope=0, residual=0, silu=0, head=0) if kind == "library" else PassConfig()
-    plain = kind == "model" or windowed or pictures
+    plain = kind in ("model", "pictures") or windowed
     fused = None if plain else (FusedHybrid if hybrid else FusedDecoder)(model, kv, workspace, config=cut)
     frame = Frame(
         model=model, kv=kv, state=state, drafter=drafter, fused=fused, workspace=workspace, tree=tree,
@@ -217,6 +228,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     control = ControlWriter(state.offset, state.shapes, num_drafts=drafts)
     ring = UploadRing(state.arena, slots=3, capacity=state.arena.numel())
     masks = MaskRing(frame.logit_stages.masks, slots=3)
+    embeds = EmbedRing(frame.given, slots=3)
     plans = [_plan(i, slots, sampled) for i in range(2)]
     if every:
         names = ("penalties", "biases", "logprobs", "prompt_logprobs", "min_tokens")
@@ -225,7 +237,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
     if windowed:
         plans = [p._replace(window_pages=p.pages) for p in plans]
     if pictures:
-        plans = [p._replace(admits=(_with_picture(p.admits[0]),)) for p in plans]
+        plans = [p._replace(admits=(_with_picture(p, model),)) for p in plans]
     if kind == "grammar" or every:
         given = np.full((1 + drafts, config.vocab_size // 32), -1, dtype=np.int32)
         plans = [p._replace(masked=True, masks=(Masks(1, given), Masks(5 + p.seq, given[:1]))) for p in plans]
@@ -244,6 +256,10 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
                 frame.read_missing(plan, state.decode_B[: len(plan.decode)])
             record_BC = frame.decode(plan, state.decode_B[: len(plan.decode)])
             assert record_BC.shape[1] == RECORD_COLUMNS + plan.width + (drafts if scheduled else 0)
+            for admit in plan.admits:
+                frame.given.admit(admit)
+            if frame.given.media:
+                embeds.send(plan)
             assert frame.prefill(plan, last=True) is not None
 
     kernels = {"library": LIBRARY_KERNELS, "model": PLAIN_KERNELS, "hybrid": HYBRID_KERNELS}.get(
@@ -329,10 +345,12 @@ def _mtp_drafter(model: Decoder, engine: EngineConfig, workspace: Workspace) -> 
     return MTPDrafter(head, kv=kv, max_drafts=engine.num_drafts, max_len=engine.max_model_len, workspace=workspace)
 
 
-def _with_picture(admit: Admit) -> Admit:
+def _with_picture(plan: FramePlan, model: Decoder) -> Admit:
     """The prompt's tokens 1 and 2 are a picture of 1 x 2: the batch has it beside text."""
     positions = np.array([[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]])
-    media = Media(positions=positions, delta=0, embeds=None, places=np.zeros(0, dtype=np.int64), key="")
+    embeds = torch.zeros(2, model.config.hidden_size, dtype=model.dtype)
+    media = Media(positions=positions, delta=0, embeds=embeds, places=np.array([1, 2]), key="")
+    admit = plan.admits[0]
     return replace(admit, request=replace(admit.request, media=media))
 
 

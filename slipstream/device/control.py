@@ -6,8 +6,9 @@ ones here, on the host.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,8 @@ class ControlWriter:
         self._decode: tuple[int, ...] = ()
         self._pictures = "rope_delta" in self.offset
         self._media: dict[int, Media] = {}
-        self._offsets = 0  # rows of the device's table, from its first, that may hold another number than 0
+        # Of each table beside the chunk's rows: how many of its rows, from the first, may hold another number than 0.
+        self._stood: dict[str, int] = {}
         self._cells: list[IntArray] = []
         self._values: list[IntArray] = []
 
@@ -133,25 +135,30 @@ class ControlWriter:
         if a.saved:
             self._put("saved", a.slot, a.saved)
 
-    def _rope_offsets(self, spans: Sequence[PrefillSpan], rows: int) -> None:
-        """Rotary position less token number of each row. Of text they are 0, and said only where others stood."""
-        pictured = any(s.slot in self._media for s in spans)
-        if not pictured and not self._offsets:
+    def _media_rows(self, spans: Sequence[PrefillSpan], rows: int) -> None:
+        """What rows of prompts with pictures, or with embeddings, have besides: rotary offsets, marks."""
+        ends = itertools.accumulate(s.length for s in spans)
+        found = [(end, s, self._media[s.slot]) for end, s in zip(ends, spans, strict=True) if s.slot in self._media]
+        if "chunk_rope" in self.offset:
+            self._beside("chunk_rope", 3, _rope_offsets, found, rows)
+        if "chunk_given" in self.offset:
+            self._beside("chunk_given", 1, _given_marks, [x for x in found if x[2].embeds is not None], rows)
+
+    def _beside(
+        self, name: str, axes: int, of: Callable[[PrefillSpan, Media], IntArray],
+        found: Sequence[tuple[int, PrefillSpan, Media]], rows: int,
+    ) -> None:  # fmt: skip
+        """Rows [axes, R] of the device's table. Those of text are 0, and said only where others stood."""
+        stood = self._stood.get(name, 0)
+        if not found and not stood:
             return
         # Text behind a picture's rows may be shorter than they were: the others would keep theirs for a longer chunk.
-        offsets_np, at = np.zeros((3, max(rows, self._offsets)), dtype=np.int64), 0
-        for s in spans:
-            media = self._media.get(s.slot)
-            if media is not None:
-                number_np = np.arange(s.start, s.start + s.length)
-                known = media.positions.shape[1]
-                inside_np = media.positions[:, np.minimum(number_np, known - 1)] - np.minimum(number_np, known - 1)
-                # Output that is read again after a preemption goes on behind the prompt.
-                offsets_np[:, at : at + s.length] = np.where(number_np < known, inside_np, media.delta)
-            at += s.length
-        self._offsets = at if pictured else 0
-        for axis in range(3):
-            self._put("chunk_rope", axis, offsets_np[axis])
+        table_np = np.zeros((axes, max(rows, stood)), dtype=np.int64)
+        for end, s, media in found:
+            table_np[:, end - s.length : end] = of(s, media)
+        self._stood[name] = found[-1][0] if found else 0
+        for axis in range(axes):
+            self._put(name, axis, table_np[axis])
 
     def _prefill(self, plan: FramePlan) -> None:
         """Rows of the chunk and the ends of prompts among them, padded with the sink's row 0."""
@@ -163,8 +170,7 @@ class ControlWriter:
         spare = max(0, plan.prefill_rows - len(slots_np))
         self._put("chunk_slot", 0, np.pad(slots_np, (0, spare)))
         self._put("chunk_pos", 0, np.pad(positions_np, (0, spare)))
-        if self._pictures:
-            self._rope_offsets(spans, len(slots_np) + spare)
+        self._media_rows(spans, len(slots_np) + spare)
         last = [i for i, s in enumerate(spans) if s.last]
         if last or plan.prompt_logprobs:  # the pass with prompt log-probabilities has the ends of prompts in it too
             spare = max(0, plan.prefill_prompts - len(last))
@@ -173,3 +179,21 @@ class ControlWriter:
             # The rows of this chunk sample their first token at its end: the slots decode from then on.
             for i in last:
                 self._put("active", spans[i].slot, (1,))
+
+
+def _rope_offsets(span: PrefillSpan, media: Media) -> IntArray:
+    """Rotary position less token number, [3, length]."""
+    number_np = np.arange(span.start, span.start + span.length)
+    known = media.positions.shape[1]
+    inside_np = media.positions[:, np.minimum(number_np, known - 1)] - np.minimum(number_np, known - 1)
+    # Output that is read again after a preemption goes on behind the prompt.
+    offsets_np: IntArray = np.where(number_np < known, inside_np, media.delta)
+    return offsets_np
+
+
+def _given_marks(span: PrefillSpan, media: Media) -> IntArray:
+    """1 where a token has an embedding of its own, [length]."""
+    marks_np = np.zeros(span.length, dtype=np.int64)
+    low, high = np.searchsorted(media.places, (span.start, span.start + span.length))
+    marks_np[media.places[low:high] - span.start] = 1
+    return marks_np

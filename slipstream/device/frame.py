@@ -129,7 +129,7 @@ class Frame:
         self.reads_hidden = drafter is not None and drafter.reads_hidden
         self.laws = state.laws() if self.kernels else None
         self.logit_stages = LogitStages(state, model.config.vocab_size, kernels=self.kernels, processors=processors)
-        self.given = GivenRows(state)
+        self.given = GivenRows(state, model.config.hidden_size, model.dtype, kernels=self.kernels)
         self.cache = TargetCache(
             kv, state, heads_per_kv=model.config.num_heads // model.config.num_kv_heads, windows=windows,
             workspace=workspace,
@@ -257,17 +257,18 @@ class Frame:
         elif self.states is not None:
             parts = [(s.slot, s.start, s.length) for s in plan.prefill]
             states = DeltaSpans(self.states, slot_R=slot_R, pos_R=pos_R, spans=parts)
+        given, rope_3R = self.given.of(plan, token_R.shape[0]), chunk_positions(self.state, pos_R)
         hidden_RH: Tensor
         taps: Sequence[Tensor]
         if self.fused is not None and token_R.shape[0] <= self.fused.max_rows:
-            # Prompts with pictures, whose rows have three positions, are refused where passes are fused.
-            hidden_RH, taps = self.fused.forward(token_R, slot_R, pos_R, table_SP, taps=self.taps, states=states)
+            hidden_RH, taps = self.fused.forward(
+                token_R, slot_R, pos_R, table_SP, taps=self.taps, states=states, given=given,
+                rope_3R=None if self.state.chunk_rope_3R is None else rope_3R,
+            )  # fmt: skip
         else:
             attention = self.cache.chunk(plan, slot_R, pos_R)
             context = attention if states is None else states.beside(attention)
-            given = self.given.of(plan)
             more = {} if given is None else {"given": given}
-            rope_3R = chunk_positions(self.state, pos_R)
             hidden_RH, taps = self.model.forward(token_R, rope_3R, context, self.taps, **more)
         if states is not None:
             states.commit()

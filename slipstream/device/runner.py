@@ -18,6 +18,7 @@ from torch import Tensor
 from slipstream.device.control import ControlWriter
 from slipstream.device.frame import Frame
 from slipstream.device.masks import MaskRing
+from slipstream.device.media import EmbedRing
 from slipstream.device.precision import IeeeProducts
 from slipstream.device.staging import RecordRing, TableRing, UploadRing
 from slipstream.logprobs import FrameLogprobs
@@ -71,6 +72,7 @@ class Device:
             slots=depth, rows=rows, columns=columns, device=state.device, extra=sum(t.numel() for t in self.drafts)
         )
         self.masks = MaskRing(frame.logit_stages.masks, slots=depth)
+        self.embeds = EmbedRing(frame.given, slots=depth)
         self.tables = TableRing(frame.logit_stages.logprobs_NC, slots=depth)
         self.launched: deque[_Launched] = deque()
         self.device_seconds = 0.0  # time inside frames, where launching one means running it
@@ -116,6 +118,8 @@ class Device:
             else:
                 records.append(frame.decode(plan, state.decode_B[: len(plan.decode)]))
         if plan.prefill:
+            if frame.given.media:
+                self.embeds.send(plan)
             last = tuple(s.slot for s in plan.prefill if s.last)
             run = frame.prefill if self.graphs is None else self.graphs.prefill
             record = run(plan, last=bool(last))

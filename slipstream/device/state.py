@@ -40,6 +40,7 @@ class SlotState:
     where states are saved.
     rope_delta_S: rotary position less token number behind the prompt, chunk_rope_3R: the same for each row of a chunk,
     on three axes; None for targets with one.
+    chunk_given_R: 1 where a chunk's row has an embedding of its own; None where none are taken (device/media.py).
     decode_B, chunk_slot_R, chunk_pos_R, last_row_B, last_slot_B: the plan's lists, written by the host.
     """
 
@@ -62,9 +63,11 @@ class SlotState:
         windows: bool = False,
         scheduled: bool = False,
         pictures: bool = False,
+        given: bool = False,
     ) -> None:
         """saved_states: columns of saved_SC, 0 for a target without recurrent layers. windows: the target has layers
-        with a sliding window. pictures: its rotary embedding has positions on three axes."""
+        with a sliding window. pictures: its rotary embedding has positions on three axes. given: prompts may bring
+        embeddings."""
         s, widest = max_slots + 1, max(max_slots, widest_frame)
         self.device, self.real, self.num_drafts = device, real, num_drafts
         self.shapes: dict[str, tuple[int, ...]] = {
@@ -106,6 +109,7 @@ class SlotState:
             "chunk_slot": (chunk_rows,),
             "chunk_pos": (chunk_rows,),
             **({"rope_delta": (s,), "chunk_rope": (3, chunk_rows)} if pictures else {}),
+            **({"chunk_given": (chunk_rows,)} if given else {}),
             "last_row": (widest,),
             "last_slot": (widest,),
             "scratch": (1,),
@@ -156,6 +160,7 @@ class SlotState:
         self.bias_value_SN = view("bias_value").view(torch.float64)
         self.rope_delta_S = view("rope_delta") if pictures else None
         self.chunk_rope_3R = view("chunk_rope") if pictures else None
+        self.chunk_given_R = view("chunk_given") if given else None
         self.decode_B = view("decode")
         self.chunk_slot_R, self.chunk_pos_R = view("chunk_slot"), view("chunk_pos")
         self.last_row_B, self.last_slot_B = view("last_row"), view("last_slot")

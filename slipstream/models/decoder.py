@@ -71,12 +71,7 @@ class Decoder:
     ) -> tuple[Tensor, list[Tensor]]:
         for tap in taps:
             assert 0 <= tap < len(self.blocks), f"tap {tap} is outside 0..{len(self.blocks) - 1}"
-        x_RH = self.embed(tokens_R)
-        if self.embed_scale != 1.0:
-            x_RH = x_RH * self.embed_scale
-        if given is not None:
-            embeds_RH, given_R = given
-            x_RH = torch.where(given_R[:, None], embeds_RH, x_RH)
+        x_RH = self.embedded(tokens_R, given)
         full = (self.rotary, *self.rotary.at(positions_R))
         windows = self.windows
         windowed = full if self.local is None else (self.local, *self.local.at(positions_R))
@@ -86,6 +81,16 @@ class Decoder:
                 tapped[i] = x_RH
             x_RH = block.forward(x_RH, *(windowed if windows[i] else full), attn)
         return self.norm(x_RH), [tapped[i] for i in taps]
+
+    def embedded(self, tokens_R: Tensor, given: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """What the first layer reads, [R, H]. given: as in `forward`."""
+        x_RH = self.embed(tokens_R)
+        if self.embed_scale != 1.0:
+            x_RH = x_RH * self.embed_scale
+        if given is None:
+            return x_RH
+        embeds_RH, given_R = given
+        return torch.where(given_R[:, None], embeds_RH, x_RH)
 
     def logits(self, hidden_RH: Tensor) -> Tensor:
         logits_RV = self.head(hidden_RH)

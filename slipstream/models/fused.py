@@ -64,12 +64,7 @@ class FusedDecoder:
         """A bf16 or float32 `Decoder` of dense layers on a GPU, without biases where the kernels take none."""
         if not isinstance(model, Decoder) or model.device.type != "cuda" or not model.fusable:
             return False
-        if (
-            model.config.layer_types
-            or model.config.norm_offset
-            or model.config.rope.partial != 1.0
-            or model.config.rope.sections
-        ):
+        if model.config.layer_types or model.config.norm_offset or model.config.rope.partial != 1.0:
             return False
         if model.dtype not in (torch.bfloat16, torch.float32) or not isinstance(model.embed, Embedding):
             return False
@@ -96,7 +91,7 @@ class FusedDecoder:
         cell_R, sight: of rows of trees, which are kept elsewhere than at pos_R. states: of recurrent layers.
         """
         rows = Rows(slot_R, pos_R, table_SP, width, cell_R=cell_R, sight=sight, states=states)
-        stream, tapped = self._layers(token_R, rows, taps)
+        stream, tapped = self._layers(self.decoder.embedded(token_R), rows, taps)
         d = self.decoder
         hidden_RH = rms_norm(stream.h_RH, d.norm.weight, d.config.rms_norm_eps, self.pdl) if hidden else None
         logits_RV, target_R = self.layers.head(
@@ -107,22 +102,25 @@ class FusedDecoder:
 
     def forward(
         self, token_R: Tensor, slot_R: Tensor, pos_R: Tensor, table_SP: Tensor, *, taps: tuple[int, ...] = (),
-        states: DeltaContext | None = None,
+        states: DeltaContext | None = None, rope_3R: Tensor | None = None, given: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """The pass without the head, for prompt chunks: what `Model.forward` gives, hidden states [R, H] and taps.
 
-        The rows of a slot are neighbours, in order of position.
+        The rows of a slot are neighbours, in order of position. rope_3R: rotary positions on three axes, where they
+        are others than pos_R. given: as for `Model.forward`.
         """
         cache = self.kv.data
         per_tile = rows_per_tile(token_R.shape[0], self.heads_per_kv, cache.shape[-1], cache.element_size())
         tile_T = prefill_tiles(slot_R, per_tile, table_SP.shape[0])
-        stream, tapped = self._layers(token_R, Rows(slot_R, pos_R, table_SP, tile_T=tile_T, states=states), taps)
+        angles = None if rope_3R is None else self.layers.angles(rope_3R)
+        rows = Rows(slot_R, pos_R, table_SP, tile_T=tile_T, states=states, angles=angles)
+        stream, tapped = self._layers(self.decoder.embedded(token_R, given), rows, taps)
         d = self.decoder
         return rms_norm(stream.h_RH, d.norm.weight, d.config.rms_norm_eps, self.pdl), tapped
 
-    def _layers(self, token_R: Tensor, rows: Rows, taps: tuple[int, ...]) -> tuple[Stream, list[Tensor]]:
+    def _layers(self, x_RH: Tensor, rows: Rows, taps: tuple[int, ...]) -> tuple[Stream, list[Tensor]]:
         blocks: list[Any] = list(self.decoder.blocks)
-        stream = self.layers.start(self.decoder.embed(token_R), blocks[0].input_norm.weight)
+        stream = self.layers.start(x_RH, blocks[0].input_norm.weight)
         tapped: dict[int, Tensor] = {}
         for i, (block, gain_H, (k_PSKD, v_PSKD)) in enumerate(zip(blocks, self.gains, self.kv.paged, strict=True)):
             if i in taps:

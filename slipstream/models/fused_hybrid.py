@@ -36,10 +36,10 @@ class FusedHybrid(FusedDecoder):
             linears += [b.delta.project, b.delta.out] if b.attention is None else [b.attention.qkv, b.attention.o]
         return all(isinstance(x, Dense) and x.bias_N is None for x in linears)
 
-    def _layers(self, token_R: Tensor, rows: Rows, taps: tuple[int, ...]) -> tuple[Stream, list[Tensor]]:
+    def _layers(self, x_RH: Tensor, rows: Rows, taps: tuple[int, ...]) -> tuple[Stream, list[Tensor]]:
         blocks: list[Any] = list(self.decoder.blocks)
         layers = self.layers
-        stream = layers.start(self.decoder.embed(token_R), blocks[0].input_norm.weight)
+        stream = layers.start(x_RH, blocks[0].input_norm.weight)
         tapped: dict[int, Tensor] = {}
         for i, (block, gain_H) in enumerate(zip(blocks, self.gains, strict=True)):
             if i in taps:

@@ -26,7 +26,7 @@ from slipstream.kernels.tuning import PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.models.config import ModelConfig
 from slipstream.models.linear import Dense
-from slipstream.models.rope import inverse_frequencies
+from slipstream.models.rope import axis_of_pairs, by_axis, inverse_frequencies
 
 
 class Stream(NamedTuple):
@@ -40,12 +40,20 @@ class Stream(NamedTuple):
     sq_TR: Tensor | None
 
 
+class Angles(NamedTuple):
+    """Cosines and sines [R, T] of each row's pairs, and the rows' numbers [R]."""
+
+    cos_RT: Tensor
+    sin_RT: Tensor
+    row_R: Tensor
+
+
 class Rows(NamedTuple):
     """Where the rows stand: slot and position of each, the page table.
 
     per_slot: rows of a slot in a frame. tile_T: `prefill_tiles` of a prompt chunk. cell_R: where each row is kept, if
     that is not its position. last_R: the last cell that each row sees, if that is not its own. sight: what rows of
-    trees see. states: of recurrent layers.
+    trees see. states: of recurrent layers. angles: of rows with three rotary positions each; others turn by pos_R.
     """
 
     slot_R: Tensor
@@ -57,6 +65,7 @@ class Rows(NamedTuple):
     last_R: Tensor | None = None
     sight: TreeSight | None = None
     states: DeltaContext | None = None
+    angles: Angles | None = None
 
 
 class FusedLayers:
@@ -86,6 +95,7 @@ class FusedLayers:
         angle_LD = torch.outer(at_L, inv_D.float())
         self.cos_LD = (angle_LD.cos() * factor).to(device)
         self.sin_LD = (angle_LD.sin() * factor).to(device)
+        self.axis_T = axis_of_pairs(config.rope, device) if config.rope.sections else None
 
     @staticmethod
     def fit(config: ModelConfig, blocks: list[Any], others: list[Any]) -> bool:
@@ -102,6 +112,13 @@ class FusedLayers:
         """The same of a block with gated attention."""
         linears = (block.attention.qkv, block.attention.o, block.mlp.gate_up, block.mlp.down)
         return all(isinstance(x, Dense) and x.bias_N is None for x in linears)
+
+    def angles(self, pos_3R: Tensor) -> Angles:
+        """Of rows at positions in time, height and width: once per pass. The kernels take them by the row's number."""
+        assert self.axis_T is not None, "positions on three axes for a model that has one"
+        at_3R = pos_3R.clamp(0, self.cos_LD.shape[0] - 1)
+        cos_RT, sin_RT = (by_axis(table_LT[at_3R], self.axis_T) for table_LT in (self.cos_LD, self.sin_LD))
+        return Angles(cos_RT, sin_RT, torch.arange(pos_3R.shape[1], device=pos_3R.device))
 
     def start(self, h_RH: Tensor, gain_H: Tensor) -> Stream:
         return Stream(h_RH, *norm_prepare(h_RH, gain_H, self.pdl))
@@ -125,10 +142,11 @@ class FusedLayers:
         """Gated attention [R, M] before its output product."""
         c, at = self.config, block.attention
         qkv_RM = self.project(at.qkv, stream, block.input_norm.weight)
+        cos, sin, turn_R = self._turns(rows)
         q_RND = gated_rope_write(
-            qkv_RM, k_PSKD, v_PSKD, self.cos_LD, self.sin_LD, at.q_norm.weight, at.k_norm.weight, rows.table_SP,
-            rows.slot_R, rows.pos_R, rows.pos_R if rows.cell_R is None else rows.cell_R, c.num_heads, c.rms_norm_eps,
-            at.gated, self.pdl and stream.h_RH.shape[0] <= self.cut.linear,
+            qkv_RM, k_PSKD, v_PSKD, cos, sin, at.q_norm.weight, at.k_norm.weight, rows.table_SP, rows.slot_R, turn_R,
+            rows.pos_R if rows.cell_R is None else rows.cell_R, c.num_heads, c.rms_norm_eps, at.gated,
+            self.pdl and stream.h_RH.shape[0] <= self.cut.linear,
         )  # fmt: skip
         o_RND = self.attend(q_RND, k_PSKD, v_PSKD, rows)
         out_RM: Tensor = gate_mul(o_RND, qkv_RM, self.pdl) if at.gated else o_RND.flatten(1)
@@ -182,19 +200,24 @@ class FusedLayers:
         gains = (block.q_norm.weight, block.k_norm.weight) if c.qk_norm else (None, None)
         weight_MH, bias_M = self.weight(block.qkv), block.qkv.bias_N
         cell_R = rows.pos_R if rows.cell_R is None else rows.cell_R
-        at = (rows.table_SP, rows.slot_R, rows.pos_R, cell_R, c.num_heads)
+        cos, sin, turn_R = self._turns(rows)
+        at = (rows.table_SP, rows.slot_R, turn_R, cell_R, c.num_heads)
         q_RND: Tensor
         if stream.h_RH.shape[0] <= self.cut.rope:
             q_RND = stream_rope(
-                stream.x_RH, weight_MH, bias_M, stream.sq_TR, eps, k_PSKD, v_PSKD, self.cos_LD, self.sin_LD, *gains,
-                eps, *at, ws.partial, ws.counters, self.pdl,
+                stream.x_RH, weight_MH, bias_M, stream.sq_TR, eps, k_PSKD, v_PSKD, cos, sin, *gains, eps,
+                *at, ws.partial, ws.counters, self.pdl,
             )  # fmt: skip
         else:
             q_RND = rope_kv_write(
-                F.linear(stream.x_RH, weight_MH), k_PSKD, v_PSKD, self.cos_LD, self.sin_LD, *gains, *at, eps, bias_M,
-                stream.sq_TR, stream.x_RH.shape[1], eps, self.pdl_after,
+                F.linear(stream.x_RH, weight_MH), k_PSKD, v_PSKD, cos, sin, *gains, *at, eps, bias_M, stream.sq_TR,
+                stream.x_RH.shape[1], eps, self.pdl_after,
             )  # fmt: skip
         return q_RND
+
+    def _turns(self, rows: Rows) -> Angles:
+        """Tables of angles, and where each row stands in them."""
+        return rows.angles or Angles(self.cos_LD, self.sin_LD, rows.pos_R)
 
     def attend(self, q_RND: Tensor, k_PSKD: Tensor, v_PSKD: Tensor, rows: Rows) -> Tensor:
         ws, scale = self.workspace, self.config.head_dim**-0.5

@@ -205,6 +205,17 @@ def pair_axes(rope: RopeConfig) -> list[int]:
     return axes
 
 
+def axis_of_pairs(rope: RopeConfig, device: torch.device) -> Tensor:
+    """`pair_axes` as a tensor [pairs]."""
+    return torch.tensor(pair_axes(rope), device=device)
+
+
+def by_axis(rows: Tensor, axis_T: Tensor) -> Tensor:
+    """From values [3, ..., T] by position in time, height and width those of each pair's own axis, [..., T]."""
+    time, height, width = rows.unbind(0)
+    return torch.where(axis_T == 1, height, torch.where(axis_T == 2, width, time))
+
+
 class RotaryTable:
     """Cosines and signed sines of every position, computed once.
 
@@ -225,7 +236,7 @@ class RotaryTable:
         self._last = max_positions - 1
         self.axis_T: Tensor | None = None
         if rope.sections:
-            axis_D = torch.tensor(pair_axes(rope), device=device)
+            axis_D = axis_of_pairs(rope, device)
             self.axis_T = torch.cat((axis_D, axis_D))
         self.table = table.unsqueeze(2).to(device=device, dtype=dtype)
 
@@ -237,8 +248,7 @@ class RotaryTable:
         rows = self.table[positions_R.clamp(0, self._last)]
         if positions_R.dim() == 2:
             assert self.axis_T is not None, "positions on three axes for a model that has one"
-            time, height, width = rows.unbind(0)
-            rows = torch.where(self.axis_T == 1, height, torch.where(self.axis_T == 2, width, time))
+            rows = by_axis(rows, self.axis_T)
         return rows[:, 0], rows[:, 1]
 
     def rotate(self, x_RND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

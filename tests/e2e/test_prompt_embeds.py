@@ -11,9 +11,11 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.attention.dense import DenseCausal
-from slipstream.device import frame
-from slipstream.errors import InvalidRequestError
+from slipstream.device import control, frame
+from slipstream.device.media import EmbedRing
+from slipstream.errors import ConfigError, InvalidRequestError, UnsupportedError
 from slipstream.models.mrope import layout_positions
+from tests.support.kernel_engine import SHAPES, take_a_gpus_way
 from tests.support.kit import VOCAB, tiny_model_dir
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -115,6 +117,52 @@ def test_pictures_under_pressure(seeing: Path, run_ahead: int) -> None:
     assert len({tuple(t) for t in want}) > 8
 
 
+GRIDS = ((4, 6), (2, 16), (8, 8), (4, 4))
+MIXED: list[Any] = [
+    prompt
+    for i, (h, w) in enumerate(GRIDS)
+    for prompt in (
+        {"prompt_token_ids": [3 + i, 4, 7, *[90] * (h * w // 4), 5, *range(20, 21 + i)],
+         "prompt_embeds": picture(h * w // 4, i), "image_grid_thw": [[1, h, w]]},
+        [3 + i, 4, 7, 5, *range(20, 33 + i)],
+    )
+]  # fmt: skip
+"""Pictures and text in turn."""
+
+
+@pytest.mark.parametrize("fault", ["none", "offsets", "marks", "rows"])
+@pytest.mark.parametrize(
+    ("arch", "fused", "draft"), [("llama", True, "ngram"), ("llama", False, None), ("qwen3_5_text", True, None)]
+)
+def test_a_gpus_pass_reads_pictures_beside_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arch: str, fused: bool, draft: str | None, fault: str
+) -> None:
+    """Chunks of 8 rows, padded, pictures across their edges: the CPU's own tokens. Negative controls: other offsets, no
+    marks, the rows' embeddings not brought up."""
+    partial = {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5} if arch == "qwen3_5_text" else {}
+    values = {**PICTURES, "rope_parameters": {**PICTURES["rope_parameters"], **partial}}
+    options: dict[str, Any] = {
+        "model": str(tiny_model_dir(tmp_path / "m", seed=4, arch=arch, **values)), "dtype": "float32", "page_size": 4,
+        "max_model_len": 96, "draft": draft,
+    }  # fmt: skip
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    with LLM(**options) as llm:
+        want = [o.outputs[0].token_ids for o in llm.generate(MIXED, params)]
+    take_a_gpus_way(monkeypatch, fused=fused)
+    if fault == "offsets":
+        monkeypatch.setattr(frame, "chunk_positions", lambda state, pos_R: pos_R.expand(3, -1))
+    if fault == "marks":
+        monkeypatch.setattr(control, "_given_marks", lambda span, media: 0)
+    if fault == "rows":
+        monkeypatch.setattr(EmbedRing, "send", lambda self, plan: None)
+    with LLM(**options, **SHAPES) as llm:
+        got = [o.outputs[0].token_ids for o in llm.generate(MIXED, params)]
+        assert llm._built.device.frame.kernels and (llm._built.device.frame.fused is not None) == fused
+        llm.check_idle()
+    assert (got == want) == (fault == "none")
+    assert got[1::2] == want[1::2], "text never depends on it"
+
+
 def test_the_same_picture_shares_its_prefix(seeing: Path) -> None:
     ids = [*range(3, 13), *[90] * 6, *range(20, 30)]
     one = {"prompt_token_ids": ids, "prompt_embeds": picture(6, 1), "image_grid_thw": [[1, 4, 6]]}
@@ -169,3 +217,19 @@ def test_a_model_without_pictures_refuses_grids(tmp_path: Path) -> None:
         pytest.raises(InvalidRequestError, match="LlamaForCausalLM has no image positions"),
     ):
         llm.generate({"prompt_token_ids": [3, 4], **GRID}, PARAMS)
+
+
+def test_an_engine_without_room_refuses_embeddings(tmp_path: Path) -> None:
+    folder = str(tiny_model_dir(tmp_path / "m"))
+    prompt = {"prompt_token_ids": [3, 4], "prompt_embeds": picture(2, 0)}
+    with LLM(model=folder, prompt_embeds=False) as llm:
+        assert llm.resolved["embeds_bytes"] == 0 and llm._built.device.frame.state.chunk_given_R is None
+        with pytest.raises(UnsupportedError, match="no room for them; start it with prompt_embeds=True"):
+            llm.generate([[3, 4], prompt], PARAMS)
+        llm.check_idle()
+        assert len(tokens_of(llm, {"prompt_token_ids": [3, 4]})) == 12
+    with LLM(model=folder, prompt_embeds=True) as llm:
+        assert llm.resolved["embeds_bytes"] == 256 * 32 * 4  # a row of a chunk each
+        assert len(tokens_of(llm, prompt)) == 12
+    with pytest.raises(ConfigError, match="prompt_embeds='yes' must be True or False"):
+        LLM(model=folder, prompt_embeds="yes")

@@ -118,7 +118,7 @@ def test_without_the_embeddings_other_tokens_come_out(
     golden_dir: Path, golden: tuple[dict[str, Any], dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control. That positions matter is shown on a model that turns more (tests/e2e/test_prompt_embeds.py)."""
-    monkeypatch.setattr(GivenRows, "of", lambda self, plan: None)
+    monkeypatch.setattr(GivenRows, "of", lambda self, plan, rows: None)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(model=str(golden_dir / "target_qwen3_5"), dtype="float32", max_model_len=64) as llm:
         out = llm.generate(prompt_of(*golden), params)[0].outputs[0].token_ids

@@ -11,6 +11,7 @@ from slipstream.attention.kernel import KernelAttention
 from slipstream.device import frame as frame_room
 from slipstream.device import tree as tree_room
 from slipstream.device.logits import LogitStages
+from slipstream.device.media import EmbedRing, GivenRows
 from slipstream.draft.ngram import NgramDrafter
 from slipstream.models.fused import FusedDecoder
 
@@ -83,6 +84,31 @@ def grids_read_back() -> None:
         return positions_3R
 
     frame_room.chunk_positions = slow
+
+
+def embeddings_as_they_came() -> None:
+    """device room: a picture's embeddings copied from the request's own, pageable memory."""
+
+    def slow(self: EmbedRing, plan: Any) -> None:
+        for span in plan.prefill:
+            media = self.given.media.get(span.slot)
+            if media is not None:
+                self.given.embeds_RH[1:3].copy_(media.embeds, non_blocking=True)
+
+    EmbedRing.send = slow  # type: ignore[method-assign]
+
+
+def embeddings_put_by_their_marks() -> None:
+    """models room: the marked rows found, and written one behind the other."""
+    real = GivenRows.of
+
+    def slow(self: GivenRows, plan: Any, rows: int) -> Any:
+        given = real(self, plan, rows)
+        assert given is not None
+        given.embeds_RH[given.given_R].sum()
+        return given
+
+    GivenRows.of = slow  # type: ignore[method-assign]
 
 
 def first_visible_pages_listed() -> None:

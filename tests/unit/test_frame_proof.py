@@ -17,7 +17,7 @@ TWO_LAYERS_TWO_FRAMES = {
     "mtp": "paged_attention", "mtp-sampled": "paged_attention", "mtp-off": "paged_attention",
     "requests": "stream_rope", "requests-tree": "stream_rope",
     "hybrid": "delta_rows", "mtp-hybrid": "paged_attention",
-    "pictures": "prefill_attention", "windows": "prefill_attention",
+    "pictures": "prefill_attention", "pictures-hybrid": "gated_rope_write", "windows": "prefill_attention",
 }  # fmt: skip
 
 
@@ -40,6 +40,7 @@ def test_the_frame_is_clean(kind: str) -> None:
         "library": 8,
         "model": 8,
         "hybrid": 2,
+        "pictures-hybrid": 4,
         "mtp-hybrid": 2 + 12,
         "eagle3-off": 4 + 6,
         "mtp-off": 4 + 6,
@@ -91,6 +92,8 @@ def test_the_frame_is_clean(kind: str) -> None:
         ("last_tokens_from_a_list", "requests-tree", "pageable-copy"),
         ("positions_from_device_scalars", "pictures", "tensor-from-scalars"),  # founding case 1
         ("grids_read_back", "pictures", "host-read"),
+        ("embeddings_as_they_came", "pictures", "pageable-copy"),
+        ("embeddings_put_by_their_marks", "pictures-hybrid", "boolean-index"),
         ("first_visible_pages_listed", "windows", "host-read"),
         ("drafts_counted_by_the_host", "requests", "host-read"),
         ("lengths_from_the_host", "scheduled", "host-read"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -9,6 +11,7 @@ from slipstream.device.control import ControlWriter
 from slipstream.device.frame import pack_rows
 from slipstream.device.staging import RecordRing, UploadRing
 from slipstream.device.state import SlotState
+from slipstream.models.mrope import Media
 from slipstream.types import Admit, Drop, FramePlan, PageAppend, PrefillSpan, Request, SamplingParams
 
 CPU = torch.device("cpu")
@@ -100,6 +103,38 @@ def test_a_chunk_is_padded_with_the_sink() -> None:
     assert state.chunk_slot_R[:6].tolist() == [2, 2, 1, 0, 0, 0]
     assert state.chunk_pos_R[:6].tolist() == [4, 5, 0, 0, 0, 0]
     assert state.last_row_B[:3].tolist() == [1, 0, 0] and state.last_slot_B[:3].tolist() == [2, 0, 0]
+
+
+def test_what_pictures_leave_behind_is_cleared() -> None:
+    """Offsets and marks of a chunk's rows: said where a prompt has some, cleared once by the next chunk of text."""
+    state = SlotState(
+        max_slots=4, max_len=32, pages_per_slot=6, num_drafts=0, chunk_rows=16, device=CPU, pictures=True, given=True
+    )
+    writer = ControlWriter(state.offset, state.shapes, num_drafts=0)
+    ring = UploadRing(state.arena, slots=3, capacity=state.arena.numel())
+    positions = np.array([[0, 1, 1, 3, 4], [0, 1, 1, 3, 4], [0, 1, 2, 3, 4]])
+    media = Media(positions=positions, delta=0, embeds=torch.zeros(2, 8), places=np.array([1, 2]), key="")
+    with_picture = admit(2, 8, tokens=(5, 9, 9, 6, 7))
+    with_picture = replace(with_picture, request=replace(with_picture.request, media=media))
+
+    def read(spans: list[tuple[int, int, int]], rows: int, **more: object) -> int:
+        plan = FramePlan(
+            seq=0, prefill=tuple(PrefillSpan(slot=s, start=a, length=n, last=False) for s, a, n in spans),
+            prefill_first_page=(-1,) * len(spans), prefill_rows=rows, **more,
+        )  # fmt: skip
+        pairs = writer.pairs(plan)
+        ring.send(pairs)
+        return len(pairs[0])
+
+    assert state.chunk_given_R is not None and state.chunk_rope_3R is not None
+    state.chunk_given_R[:8] = state.chunk_rope_3R[:, :8] = 7
+    said = read([(1, 0, 2), (2, 1, 4)], 8, admits=(admit(1, 7), with_picture))
+    assert said > 4 * 8
+    assert state.chunk_given_R[:8].tolist() == [0, 0, 1, 1, 0, 0, 0, 0]
+    assert state.chunk_rope_3R[:, :8].tolist() == [[0, 0, 0, -1, 0, 0, 0, 0]] * 2 + [[0] * 8]
+    assert read([(1, 2, 1)], 2) == 2 * 2 + 4 * 6, "rows and their slots; what stood behind them too"
+    assert not state.chunk_given_R.any() and not state.chunk_rope_3R.any()
+    assert read([(1, 3, 2)], 2) == 2 * 2, "text behind text says nothing"
 
 
 def test_steady_decode_sends_nothing() -> None:

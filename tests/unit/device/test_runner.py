@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.device.logits import LogitStages
+from slipstream.device.media import GivenRows
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.types import RECORD_COLUMNS, FramePlan, PageAppend, PrefillSpan
@@ -40,6 +41,7 @@ def make() -> tuple[Device, Replays, SlotState]:
         state=state,
         model=SimpleNamespace(dtype=torch.float32),
         clears_pages=False,
+        given=GivenRows(state, 8, torch.float32, kernels=True),
         drafter=None,
     )
     graphs: Any = Replays(state)

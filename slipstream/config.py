@@ -186,22 +186,6 @@ class EngineConfig:
         return -(-(self.max_model_len + max(self.num_drafts, self.lookahead) + 1) // self.page_size)
 
 
-TREE_HELP = (
-    "draft a tree instead of a chain: children per expanded node, levels, nodes that are kept with the root; 4,4,16 "
-    "for example"
-)
-
-SCHEDULE_HELP = "verify only the drafts that pay, by a DSpark draft's confidences and by what frames cost here"
-
-
-def tree_values(text: str) -> dict[str, int]:
-    """ "4,4,16" as the option draft_tree. Raises ConfigError for anything but three whole numbers."""
-    parts = text.split(",")
-    if len(parts) != 3 or not all(p.strip().isascii() and p.strip().isdigit() and len(p) <= 6 for p in parts):
-        raise ConfigError(f"--draft-tree {text[:40]!r} must be three whole numbers: topk,levels,total, such as 4,4,16")
-    return dict(zip(("topk", "levels", "total"), map(int, parts), strict=True))
-
-
 def _between(name: str, value: int, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{name}={value!r} must be a whole number from {low} to {high}")

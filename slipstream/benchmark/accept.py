@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.benchmark.decode import versions
-from slipstream.config import TREE_HELP, tree_values
+from slipstream.draft.options import TREE_HELP, tree_values
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.types import SamplingParams, SpecStats
 

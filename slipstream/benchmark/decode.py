@@ -19,7 +19,7 @@ from typing import Any
 
 from slipstream import __version__
 from slipstream.benchmark import floor
-from slipstream.config import SCHEDULE_HELP, TREE_HELP, tree_values
+from slipstream.draft.options import SCHEDULE_HELP, TREE_HELP, tree_values
 from slipstream.errors import ConfigError
 from slipstream.types import SamplingParams
 

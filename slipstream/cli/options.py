@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from slipstream.config import SCHEDULE_HELP, TREE_HELP, tree_values
+from slipstream.draft.options import SCHEDULE_HELP, TREE_HELP, tree_values
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.types import MAX_DRAFTS, SamplingParams
 

@@ -138,7 +138,7 @@ def _train(kind: str, args: Any, device: str, out: Path, ranks: Ranks) -> int:
     plot(history, out / "training.png", f"{kind} for {args.model or 'the default model'}")
     if kind == "dspark":
         _calibrate(head, teacher, held_out, out, args)
-    final = [round(a, 3) for a in history.acceptance[-1]]
+    final = [round(a, 4) for a in loop.evaluate(head, teacher, held_out)]
     (out / "metrics.json").write_text(
         json.dumps({"loss": history.loss[-1], "acceptance": final, "seconds": round(history.seconds, 1)}) + "\n"
     )

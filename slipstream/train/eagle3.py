@@ -23,11 +23,10 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
 
 
 class _Made(NamedTuple):
-    """The target's predictions: logits_ND over the draft vocabulary, best_N int64 over its own; index_BT their row."""
+    """The target's predictions: logits_RD over the draft vocabulary, best_R int64 over its own."""
 
-    logits_ND: Tensor
-    best_N: Tensor
-    index_BT: Tensor
+    logits_RD: Tensor
+    best_R: Tensor
 
 
 def _flash(x: Tensor) -> bool:
@@ -54,6 +53,7 @@ class Eagle3Head(DraftHead):
     """
 
     kind = "eagle3"
+    captures = True
 
     def __init__(
         self, teacher: Teacher, draft_ids_D: Tensor, *, steps: int = 7, decay: float = 0.8, inner: int | None = None
@@ -101,64 +101,67 @@ class Eagle3Head(DraftHead):
         Metrics: per step, the share of positions whose most likely draft is the target's (acceptance, if all before
         were accepted).
         """
+        at_R = later(answer_BT, 1).flatten().nonzero().flatten()
+        return self.loss_at(token_BT, at_R, at_R.new_ones(len(at_R), dtype=torch.float32), features)
+
+    def loss_at(
+        self, token_BT: Tensor, at_R: Tensor, weight_R: Tensor, features: Features
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The same without a shape that depends on the data. at_R int64: flat positions b * T + j whose next token is
+        an answer's; weight_R float32: 1, and 0 for rows that only fill the list up."""
         length = token_BT.shape[1]
         attn, layer = self.midlayer.self_attn, self.midlayer
         h = self.fc(features.tap_BTF)
         attend = unrolled_attention if _flash(h) else unrolled_attention_reference
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        made = self._teacher(features.hidden_BTH, answer_BT)
+        made = self._teacher(features.hidden_BTH.flatten(0, 1)[at_R])
         total = token_BT.new_zeros((), dtype=torch.float32)
         accuracy = []
         for s in range(self.steps):
             embedded = self.embed_VH[later(token_BT, 1 + s)]
             x = torch.cat((layer.input_layernorm(embedded.to(h.dtype)), layer.hidden_norm(h)), -1)
-            rope = self.rope_table[torch.arange(length, device=h.device) + s]
+            rope = self.rope_table[s : s + length]
             q = attn.queries(x, rope)
             keys.append(attn.keys(x, rope))
             values.append(attn.values(x))
             h = h + attn.o_proj(attend(q, keys, values).flatten(-2))
             h = h + layer.mlp(layer.post_attention_layernorm(h))
-            # The row after the token just read is the one whose prediction is drafted.
-            valid_BT = later(answer_BT, 2 + s)
-            at = valid_BT.nonzero(as_tuple=True)
-            row_R = made.index_BT[at[0], at[1] + 1 + s]  # where the teacher made the prediction
-            step_loss, hits = self._step_loss(self.norm(h)[at], made, row_R)
+            # The target predicted after position j, index j - 1 - s drafts the same now; the first ones have no such.
+            valid_R = weight_R * (at_R % length > s)
+            from_R = (at_R - (1 + s)).clamp(min=0)
+            step_loss, hits = self._step_loss(self.norm(h.flatten(0, 1)[from_R]), made, valid_R)
             total = total + self.decay**s * step_loss
-            accuracy.append(hits / max(1, len(at[0])))
+            accuracy.append(hits / valid_R.sum().clamp(min=1))
         return total, {"acceptance": torch.stack(accuracy)}
 
     @torch.no_grad()
-    def _teacher(self, hidden_BTH: Tensor, answer_BT: Tensor) -> _Made:
-        """What the target predicts wherever an answer's token comes next."""
-        at = later(answer_BT, 1).nonzero(as_tuple=True)
-        index_BT = torch.zeros(answer_BT.shape, dtype=torch.int64, device=answer_BT.device)
-        index_BT[at] = torch.arange(len(at[0]), device=answer_BT.device)
-        hidden_NH = hidden_BTH[at]
-        parts = [(x @ self.target_head_VH.T).argmax(-1) for x in hidden_NH.split(_ROWS)]
-        best_N = torch.cat(parts) if parts else index_BT.new_zeros(0)
-        return _Made(hidden_NH @ self.head_DH.T, best_N, index_BT)
+    def _teacher(self, hidden_RH: Tensor) -> _Made:
+        """What the target predicts there."""
+        best = [(x @ self.target_head_VH.T).argmax(-1) for x in hidden_RH.split(_ROWS)]
+        best_R = torch.cat(best) if best else self.draft_ids_D.new_zeros(0)
+        return _Made(hidden_RH @ self.head_DH.T, best_R)
 
-    def _step_loss(self, h_RH: Tensor, made: _Made, row_R: Tensor) -> tuple[Tensor, Tensor]:
+    def _step_loss(self, h_RH: Tensor, made: _Made, weight_R: Tensor) -> tuple[Tensor, Tensor]:
         """Mean cross entropy over the rows whose best token the draft vocabulary has; how many rows agree."""
         if h_RH.is_cuda:  # the fused kernels leave nothing behind but the logits themselves
-            loss, hits, covered = self._chunk_loss(h_RH, made, row_R)
+            loss, hits, covered = self._chunk_loss(h_RH, *made, weight_R)
             return loss / covered.clamp(min=1), hits
         loss = h_RH.new_zeros((), dtype=torch.float32)
         hits, covered = loss.detach().clone(), loss.detach().clone()
-        for h_part, row_part in zip(h_RH.split(_ROWS), row_R.split(_ROWS), strict=True):
-            one: tuple[Tensor, Tensor, Tensor] = checkpoint(
-                self._chunk_loss, h_part, made, row_part, use_reentrant=False
-            )
+        for part in zip(*(x.split(_ROWS) for x in (h_RH, *made, weight_R)), strict=True):
+            one: tuple[Tensor, Tensor, Tensor] = checkpoint(self._chunk_loss, *part, use_reentrant=False)
             loss, hits, covered = loss + one[0], hits + one[1], covered + one[2]
         return loss / covered.clamp(min=1), hits.detach()
 
-    def _chunk_loss(self, h_RH: Tensor, made: _Made, row_R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        best_R = made.best_N[row_R]
-        covered_R = self.in_draft_V[best_R]
-        ce_R, draft_R = soft_cross_entropy(h_RH @ self.head_DH.T.to(h_RH.dtype), made.logits_ND, row_R)
-        hit_R = self.draft_ids_D[draft_R] == best_R
-        return (ce_R * covered_R).sum(), hit_R.sum().float(), covered_R.sum().float()
+    def _chunk_loss(
+        self, h_RH: Tensor, teacher_RD: Tensor, best_R: Tensor, weight_R: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        covered_R = self.in_draft_V[best_R] * weight_R
+        row_R = torch.arange(len(best_R), device=best_R.device)
+        ce_R, draft_R = soft_cross_entropy(h_RH @ self.head_DH.T.to(h_RH.dtype), teacher_RD, row_R)
+        hit_R = (self.draft_ids_D[draft_R] == best_R) * weight_R
+        return (ce_R * covered_R).sum(), hit_R.sum(), covered_R.sum()
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and config.json of the released format. Embedding and head are the target's and are left out."""

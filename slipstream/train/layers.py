@@ -14,9 +14,11 @@ from slipstream.train.teacher import Features
 
 
 class DraftHead(nn.Module, ABC):
-    """A draft under training. kind: the format's name. overlap: late in training, see the head's `loss`."""
+    """A draft under training. kind: the format's name. overlap: late in training, see the head's `loss`. captures:
+    it has a `loss_at` of fixed shapes, so that a step can be a CUDA graph."""
 
     kind: str
+    captures = False
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -18,6 +18,7 @@ from slipstream.errors import ConfigError
 from slipstream.train.corpus import Corpus, load_tensors, write_tensors, write_text
 from slipstream.train.layers import DraftHead
 from slipstream.train.ranks import Ranks
+from slipstream.train.step import LENGTHS, CapturedStep, EagerStep, Step
 from slipstream.train.teacher import Teacher
 
 _POOL = 32
@@ -76,15 +77,16 @@ def learning_rate(done: float, options: TrainOptions) -> float:
     return options.lr * 0.5 * (1 + math.cos(math.pi * rest))
 
 
-def batches(length_N: Tensor, options: TrainOptions) -> Iterator[Tensor]:
+def batches(length_N: Tensor, options: TrainOptions, multiple: int = 1) -> Iterator[Tensor]:
     """Index batches, epoch after epoch, each epoch in an order of its own; the same for the same seed.
 
     length_N int64. Sequences of like length stand together, so that little of a batch is padding, and a batch holds as
     many as give about options.batch times the mean length in tokens, padding included. Every sequence comes once per
-    epoch.
+    epoch. multiple: lengths are padded up to multiples of it.
     """
     count, epoch = len(length_N), 0
-    room = max(1, round(options.batch * float(length_N.float().mean())))
+    room = _room(length_N, options)
+    length_N = (length_N + multiple - 1) // multiple * multiple
     while True:
         generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
         order = torch.randperm(count, generator=generator)
@@ -101,6 +103,11 @@ def batches(length_N: Tensor, options: TrainOptions) -> Iterator[Tensor]:
             for i in torch.randperm(len(made), generator=generator).tolist():
                 yield made[i]
         epoch += 1
+
+
+def _room(length_N: Tensor, options: TrainOptions) -> int:
+    """Tokens of a batch."""
+    return max(1, round(options.batch * float(length_N.float().mean())))
 
 
 def train(
@@ -120,11 +127,11 @@ def train(
     Raises ConfigError when the checkpoint is of other options or another corpus.
     """
     device = teacher.embed_VH.device
-    amp = teacher.embed_VH.dtype == torch.bfloat16
     parameters = [p for _, p in sorted(head.named_parameters())]
+    captured = device.type == "cuda" and head.captures and (ranks is None or ranks.size == 1)
     optimizer = torch.optim.AdamW(
-        parameters, lr=options.lr, betas=options.betas, weight_decay=options.weight_decay,
-        fused=device.type == "cuda",
+        parameters, lr=torch.tensor(options.lr, device=device) if captured else options.lr, betas=options.betas,
+        weight_decay=options.weight_decay, fused=device.type == "cuda", capturable=captured,
     )  # fmt: skip
     # What a checkpoint must agree with; how often it is written may differ.
     identity = {k: v for k, v in asdict(options).items() if k not in ("log_every", "checkpoint_every")}
@@ -134,7 +141,13 @@ def train(
     history, start = History(), 0
     if folder is not None and (folder / "state.json").is_file():
         start, history = _resume(folder, head, optimizer, identity)
-    order = islice(batches(corpus.length_N, options), start * ranks.size + ranks.rank, None, ranks.size)
+    multiple = LENGTHS if captured else 1
+    order = islice(batches(corpus.length_N, options, multiple), start * ranks.size + ranks.rank, None, ranks.size)
+    advance: Step
+    if captured:
+        advance = CapturedStep(head, teacher, optimizer, options.clip, _room(corpus.length_N, options))
+    else:
+        advance = EagerStep(head, teacher, optimizer, options.clip, ranks)
     began, spent = time.perf_counter(), history.seconds
     for step in range(start, options.steps):
         index_B = next(order)
@@ -142,22 +155,10 @@ def train(
         if options.time_limit is not None:
             done = ranks.furthest(max(done, (spent + time.perf_counter() - began) / options.time_limit), device)
         head.overlap = done >= options.overlap_from
-        part = corpus.take(index_B)
-        longest = int(part.length_N.max())
-        token_BT = part.token_NT[:, :longest].to(device)
-        answer_BT = part.answer_NT[:, :longest].to(device)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(done, options)
-        with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-            loss, metrics = head.loss(token_BT, answer_BT, teacher.features(token_BT))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        ranks.average(parameters)
-        torch.nn.utils.clip_grad_norm_(parameters, options.clip)
-        optimizer.step()
+        seen = advance(corpus.take(index_B), learning_rate(done, options))
         last = step + 1 == options.steps or done >= 1
         if step % options.log_every == 0 or last:
-            value, accepted = float(loss.detach()), metrics["acceptance"].tolist()
+            value, accepted = float(seen.loss), seen.acceptance.tolist()
             if not math.isfinite(value):
                 raise ConfigError(f"the loss became {value} at step {step}; lower the learning rate ({options.lr})")
             history.step.append(step)
@@ -172,6 +173,23 @@ def train(
         if last:
             break
     return history
+
+
+@torch.no_grad()
+def evaluate(head: DraftHead, teacher: Teacher, corpus: Corpus, batch: int = 16) -> list[float]:
+    """Acceptance by draft position over whole sequences, as `History.acceptance` holds it for one batch."""
+    device = teacher.embed_VH.device
+    total_K, weight = torch.zeros((), dtype=torch.float64), 0
+    for index_B in torch.arange(len(corpus)).split(batch):
+        part = corpus.take(index_B)
+        longest = int(part.length_N.max())
+        token_BT, answer_BT = part.token_NT[:, :longest].to(device), part.answer_NT[:, :longest].to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=teacher.embed_VH.dtype == torch.bfloat16):
+            _, metrics = head.loss(token_BT, answer_BT, teacher.features(token_BT))
+        total_K = total_K + metrics["acceptance"].double().cpu() * part.answer_tokens
+        weight += part.answer_tokens
+    shares: list[float] = (total_K / max(1, weight)).tolist()
+    return shares
 
 
 def _checkpoint(

@@ -49,13 +49,17 @@ def test_each_pair_on_the_device(case: Pair, loop: Loop, monkeypatch: pytest.Mon
         assert got["before"]["pageable_copies_per_step"] >= 1
 
 
-def test_founding_case_2_in_the_engine(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_founding_cases_in_the_engine(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "ENGINE_FRAMES", 30)
     monkeypatch.setattr(measure, "REPEATS", 1)
     for case in (c for c in cases() if isinstance(c, EngineCase)):
         got = measure.measure_engine(case, model, batch=2)
-        assert case.rule in got["before"]["rules"] and got["before"]["syncs_per_step"] >= 3
+        assert case.rule in got["before"]["rules"], case.name
+        # The driver stages a pageable copy without a synchronisation that a trace could show.
+        seen = "pageable_copies_per_step" if case.rule == "pageable-copy" else "syncs_per_step"
+        assert got["before"][seen] >= 1, case.name
         assert got["after"]["rules"] == [] and got["after"]["syncs_per_step"] == 0
+        assert got["after"]["pageable_copies_per_step"] == 0
 
 
 def test_bench_decode_reports_the_frame(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from slipstream.train.corpus import Corpus
+from slipstream.train.eagle3 import Eagle3Head
+from slipstream.train.ranks import Ranks
 from slipstream.train.soft_ce import soft_cross_entropy, soft_cross_entropy_reference
+from slipstream.train.step import CapturedStep, EagerStep, Step
+from slipstream.train.teacher import Teacher
 from slipstream.train.unrolled import unrolled_attention, unrolled_attention_reference
 
 pytestmark = pytest.mark.gpu
@@ -37,3 +44,33 @@ def test_flash_form_of_the_unrolled_steps() -> None:
     for got, want in zip(*results, strict=True):
         error = (got.double() - want).norm() / want.norm()
         assert error < 0.02, f"relative error {error:.4f}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_captured_step_is_an_eager_one(dtype: str, golden_dir: Path, exact_float32: None) -> None:
+    """The same batches, of two lengths and both again: losses and weights, with the padding and without."""
+    torch.manual_seed(0)
+    teacher = Teacher.load(str(golden_dir / "e2e_target"), taps=(0, 1, 1), device="cuda", dtype=dtype)
+    vocab = teacher.model_config.vocab_size
+    ends = [(list(range(5)), [(3 * i * i + k) % vocab for i in range(20 + 9 * k)]) for k in range(12)]
+    corpus = Corpus.pack(ends, 160)
+    results = []
+    for captured in (True, False):
+        torch.manual_seed(1)
+        head = Eagle3Head(teacher, torch.arange(vocab), steps=3).to("cuda")
+        lr = torch.tensor(1e-3, device="cuda") if captured else 1e-3
+        optimizer = torch.optim.AdamW(head.parameters(), lr=lr, fused=True, capturable=captured)
+        step: Step = EagerStep(head, teacher, optimizer, 1.0, Ranks())
+        if captured:
+            step = CapturedStep(head, teacher, optimizer, 1.0, room=512)
+        losses = [
+            float(step(corpus.take(torch.tensor(index)), 1e-3 / (1 + i)).loss)
+            for i, index in enumerate(([0, 1, 2], [9, 10, 11], [2, 1, 0], [10, 11], [3, 4, 5]))
+        ]
+        results.append((losses, [p.detach().clone() for p in head.parameters()]))
+    (losses, weights), (want_losses, want_weights) = results
+    assert losses == pytest.approx(want_losses, rel=2e-5 if dtype == "float32" else 2e-2)
+    assert want_losses[2] < want_losses[0]
+    if dtype == "float32":
+        for got, want in zip(weights, want_weights, strict=True):
+            assert float((got - want).abs().mean()) < 1e-5  # where a gradient is rounding, AdamW makes it a step

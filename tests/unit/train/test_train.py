@@ -19,7 +19,8 @@ from slipstream.train.corpus import Corpus, loops
 from slipstream.train.dspark import DSparkHead
 from slipstream.train.eagle3 import Eagle3Head, frequent_ids
 from slipstream.train.layers import DraftHead, later
-from slipstream.train.loop import TrainOptions, batches, export, learning_rate, train
+from slipstream.train.loop import TrainOptions, batches, evaluate, export, learning_rate, train
+from slipstream.train.step import LENGTHS, padded
 from slipstream.train.teacher import Features, Teacher
 from tests.support.tiny import write_tiny_checkpoint
 
@@ -128,6 +129,7 @@ def test_the_unrolled_eagle_step_is_what_a_chain_computes(teacher: Teacher, corp
     handle = head.norm.register_forward_hook(lambda module, args, out: seen.append(out))
     head.loss(token, corpus.answer_NT[:1], features)
     handle.remove()
+    at = corpus.answer_NT[0, 1:].nonzero().flatten().tolist()
     layer, attn = head.midlayer, head.midlayer.self_attn
     g = head.fc(features.tap_BTF)[0]
     i = 11
@@ -149,10 +151,44 @@ def test_the_unrolled_eagle_step_is_what_a_chain_computes(teacher: Teacher, corp
             out.append(p @ v[:, n // groups])
         h = states[-1] + attn.o_proj(torch.cat(out))
         h = h + layer.mlp(layer.post_attention_layernorm(h))
-        torch.testing.assert_close(head.norm(h), seen[s][0, i], rtol=1e-4, atol=1e-5)
+        row = at.index(i + 1 + s)  # the target predicted after that position what the chain drafts here
+        torch.testing.assert_close(head.norm(h), seen[s][row], rtol=1e-4, atol=1e-5)
         ids.append(int(token[0, i + 2 + s]))
         states.append(h)
         places.append(i + 1 + s)
+
+
+def test_fixed_shapes_change_nothing(teacher: Teacher, corpus: Corpus) -> None:
+    """The padded batch has the loss, the agreement and the gradients of the batch as it is."""
+    head = _head("eagle3", teacher, corpus)
+    assert isinstance(head, Eagle3Head)
+    part = corpus.take(torch.tensor([3, 9, 20]))
+    longest = int(part.length_N.max())
+    token_BT, answer_BT = part.token_NT[:, :longest], part.answer_NT[:, :longest]
+    shape, (token, at_R, weight_R) = padded(part, room=5 * LENGTHS)
+    assert token.shape == (shape.sequences, shape.length) and len(at_R) == shape.rows
+    assert shape.length % LENGTHS == 0 and shape.sequences == 5 and weight_R.sum() == answer_BT[:, 1:].sum()
+    results = []
+    for loss, metrics in (
+        head.loss(token_BT, answer_BT, teacher.features(token_BT)),
+        head.loss_at(token, at_R, weight_R, teacher.features(token)),
+    ):
+        results.append((loss, metrics["acceptance"], torch.autograd.grad(loss, list(head.parameters()))))
+    (loss, accepted, grads), (got_loss, got_accepted, got_grads) = results
+    torch.testing.assert_close(got_loss, loss, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got_accepted, accepted, rtol=0, atol=1e-6)
+    for got, want in zip(got_grads, grads, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+def test_acceptance_of_held_out_text_is_that_of_its_parts(teacher: Teacher, corpus: Corpus) -> None:
+    head = _head("eagle3", teacher, corpus)
+    part = corpus.take(torch.arange(10))
+    together = evaluate(head, teacher, part, batch=10)
+    one = head.loss(part.token_NT, part.answer_NT, teacher.features(part.token_NT))[1]["acceptance"]
+    torch.testing.assert_close(torch.tensor(together), one, rtol=0, atol=1e-6)
+    apart = evaluate(head, teacher, part, batch=4)
+    assert all(abs(a - b) < 0.05 for a, b in zip(apart, together, strict=True))
 
 
 def test_exports_have_the_released_names(teacher: Teacher, corpus: Corpus, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -89,7 +90,14 @@ class DSparkHead(DraftHead):
 
         Total variation has hardly a slope where two laws do not meet, so it comes second.
         """
-        anchor_BA = self.pick_anchors(answer_BT)
+        return self.loss_of((token_BT, answer_BT, self.pick_anchors(answer_BT)), features)
+
+    def inputs(self, token_BT: Tensor, answer_BT: Tensor) -> list[Tensor]:
+        """Tokens, answers and anchors."""
+        return [token_BT, answer_BT, self.pick_anchors(answer_BT)]
+
+    def loss_of(self, inputs: Sequence[Tensor], features: Features) -> tuple[Tensor, dict[str, Any]]:
+        token_BT, answer_BT, anchor_BA = inputs
         hidden_BAKH = self.backbone(token_BT, features.tap_BTF, anchor_BA)
         k = torch.arange(self.block, device=token_BT.device)
         at_BAK = (anchor_BA[..., None] + k).clamp(max=token_BT.shape[1] - 1)
@@ -107,7 +115,9 @@ class DSparkHead(DraftHead):
         hit_parts = []
         for start in range(0, args[0].shape[0], _ROWS):
             part = [a[start : start + _ROWS] for a in args]
-            one: tuple[Tensor, Tensor] = checkpoint(self._chunk_loss, *part, use_reentrant=False)
+            one: tuple[Tensor, Tensor] = checkpoint(
+                self._chunk_loss, *part, use_reentrant=False, preserve_rng_state=False
+            )
             sums.append(one[0])
             hit_parts.append(one[1])
         total = torch.stack(sums).sum() / weight_BAK.sum().clamp(min=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from slipstream.train.soft_ce import soft_cross_entropy
 from slipstream.train.teacher import Features, Teacher
 from slipstream.train.unrolled import unrolled_attention, unrolled_attention_reference
 
+_SHARES = 4  # see Eagle3Head.inputs
 _ROWS = 16_384  # of logits at a time: [rows, Vd] float32 is the largest temporary
 
 
@@ -53,7 +55,6 @@ class Eagle3Head(DraftHead):
     """
 
     kind = "eagle3"
-    captures = True
 
     def __init__(
         self, teacher: Teacher, draft_ids_D: Tensor, *, steps: int = 7, decay: float = 0.8, inner: int | None = None
@@ -102,13 +103,20 @@ class Eagle3Head(DraftHead):
         were accepted).
         """
         at_R = later(answer_BT, 1).flatten().nonzero().flatten()
-        return self.loss_at(token_BT, at_R, at_R.new_ones(len(at_R), dtype=torch.float32), features)
+        return self.loss_of((token_BT, at_R, at_R.new_ones(len(at_R), dtype=torch.float32)), features)
 
-    def loss_at(
-        self, token_BT: Tensor, at_R: Tensor, weight_R: Tensor, features: Features
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """The same without a shape that depends on the data. at_R int64: flat positions b * T + j whose next token is
-        an answer's; weight_R float32: 1, and 0 for rows that only fill the list up."""
+    def inputs(self, token_BT: Tensor, answer_BT: Tensor) -> list[Tensor]:
+        """Tokens; at_R int64: flat positions b * T + j whose next token is an answer's; weight_R float32: 1, and 0 for
+        rows that fill the list up to a multiple of a quarter of all positions."""
+        found_R = later(answer_BT, 1).flatten().nonzero().flatten()
+        part = -(-token_BT.numel() // _SHARES)
+        rows = -(-max(1, len(found_R)) // part) * part
+        at_R, weight_R = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.float32)
+        at_R[: len(found_R)], weight_R[: len(found_R)] = found_R, 1.0
+        return [token_BT, at_R, weight_R]
+
+    def loss_of(self, inputs: Sequence[Tensor], features: Features) -> tuple[Tensor, dict[str, Any]]:
+        token_BT, at_R, weight_R = inputs
         length = token_BT.shape[1]
         attn, layer = self.midlayer.self_attn, self.midlayer
         h = self.fc(features.tap_BTF)

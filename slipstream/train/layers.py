@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,9 @@ from slipstream.train.teacher import Features
 
 
 class DraftHead(nn.Module, ABC):
-    """A draft under training. kind: the format's name. overlap: late in training, see the head's `loss`. captures:
-    it has a `loss_at` of fixed shapes, so that a step can be a CUDA graph."""
+    """A draft under training. kind: the format's name. overlap: late in training, see the head's `loss`."""
 
     kind: str
-    captures = False
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -28,6 +27,14 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def loss(self, token_BT: Tensor, answer_BT: Tensor, features: Features) -> tuple[Tensor, dict[str, Any]]:
         """token_BT int64, answer_BT bool [B, T]. The metrics hold "acceptance", [K] shares by draft position."""
+
+    @abstractmethod
+    def inputs(self, token_BT: Tensor, answer_BT: Tensor) -> list[Tensor]:
+        """What `loss_of` reads, on the host: the tokens, then tensors whose shapes have few values."""
+
+    @abstractmethod
+    def loss_of(self, inputs: Sequence[Tensor], features: Features) -> tuple[Tensor, dict[str, Any]]:
+        """The loss from `inputs` on the device: no shape depends on what they hold, so that it can be captured."""
 
     @abstractmethod
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

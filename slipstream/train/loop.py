@@ -128,7 +128,7 @@ def train(
     """
     device = teacher.embed_VH.device
     parameters = [p for _, p in sorted(head.named_parameters())]
-    captured = device.type == "cuda" and head.captures and (ranks is None or ranks.size == 1)
+    captured = device.type == "cuda" and (ranks is None or ranks.size == 1)
     optimizer = torch.optim.AdamW(
         parameters, lr=torch.tensor(options.lr, device=device) if captured else options.lr, betas=options.betas,
         weight_decay=options.weight_decay, fused=device.type == "cuda", capturable=captured,

@@ -1,8 +1,8 @@
 """One optimiser step: eager, or as CUDA graphs of a few fixed shapes.
 
 A small draft's step is some 700 short kernels; launched one by one they take longer than they run, and a draft learns
-by steps. The graphs need shapes that do not depend on the data: batches are padded to `LENGTHS` tokens and a full
-number of sequences, and the positions that count are listed on the host, where lengths are known.
+by steps. The graphs need shapes that do not depend on the data: batches are padded to a multiple of `LENGTHS` tokens
+and a full number of sequences, and heads list on the host what counts (`DraftHead.inputs`), where lengths are known.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from slipstream.train.teacher import Teacher
 
 LENGTHS = 64
 """Padded lengths are multiples of it."""
-_SHARES = 4
-"""The list of positions is padded to a multiple of this part of all positions."""
 
 
 class Seen(NamedTuple):
@@ -62,62 +60,55 @@ class EagerStep(Step):
         return Seen(loss.detach(), metrics["acceptance"])
 
 
-class _Shape(NamedTuple):
-    sequences: int
-    length: int
-    rows: int
-
-
-class _Inputs(NamedTuple):
-    token_BT: Tensor
-    at_R: Tensor
-    weight_R: Tensor
-
-
-def padded(part: Corpus, room: int) -> tuple[_Shape, _Inputs]:
-    """The batch at its fixed shape, on the host. room: tokens of a batch, padding included."""
-    length = _up(int(part.length_N.max()), LENGTHS)
+def padded(part: Corpus, room: int) -> tuple[Tensor, Tensor]:
+    """Tokens and answers [B, T] of a batch at its fixed shape, on the host. room: tokens of a batch with padding."""
+    length = -(-int(part.length_N.max()) // LENGTHS) * LENGTHS
     sequences = max(len(part), room // length)
-    token_BT = torch.zeros(sequences, length, dtype=torch.int64)
     width = min(length, part.token_NT.shape[1])
+    token_BT = torch.zeros(sequences, length, dtype=torch.int64)
+    answer_BT = torch.zeros(sequences, length, dtype=torch.bool)
     token_BT[: len(part), :width] = part.token_NT[:, :width]
-    before_BT = torch.zeros(sequences, length, dtype=torch.bool)
-    before_BT[: len(part), : width - 1] = part.answer_NT[:, 1:width]
-    found_R = before_BT.flatten().nonzero().flatten()
-    rows = _up(max(1, len(found_R)), -(-sequences * length // _SHARES))
-    at_R, weight_R = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.float32)
-    at_R[: len(found_R)], weight_R[: len(found_R)] = found_R, 1.0
-    return _Shape(sequences, length, rows), _Inputs(token_BT, at_R, weight_R)
+    answer_BT[: len(part), :width] = part.answer_NT[:, :width]
+    return token_BT, answer_BT
+
+
+class _Made(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    seen: Seen
 
 
 class CapturedStep(Step):
-    """For heads with `loss_at`, one process, on CUDA; the optimiser has to be `capturable`. room: tokens of a batch."""
+    """For one process on CUDA; the optimiser has to be `capturable`. room: tokens of a batch, padding included."""
 
-    def __init__(self, head: Any, teacher: Teacher, optimizer: torch.optim.Optimizer, clip: float, room: int) -> None:
+    def __init__(
+        self, head: DraftHead, teacher: Teacher, optimizer: torch.optim.Optimizer, clip: float, room: int
+    ) -> None:
         self.head, self.teacher, self.optimizer, self.clip, self.room = head, teacher, optimizer, clip, room
         self.parameters = [p for _, p in sorted(head.named_parameters())]
         self.device = teacher.embed_VH.device
         sizes = [p.numel() for p in self.parameters]
         self.flat = torch.zeros(sum(sizes), device=self.device)
-        for p, part in zip(self.parameters, self.flat.split(sizes), strict=True):
-            p.grad = part.view_as(p)
+        self.grads = [part.view_as(p) for p, part in zip(self.parameters, self.flat.split(sizes), strict=True)]
+        for p, grad in zip(self.parameters, self.grads, strict=True):
+            p.grad = grad
         self.lr = torch.zeros((), device=self.device)
         for group in optimizer.param_groups:
             group["lr"] = self.lr
         self.stream = torch.cuda.Stream(self.device)
-        self.graphs: dict[_Shape, tuple[torch.cuda.CUDAGraph, _Inputs, Seen]] = {}
+        self.graphs: dict[Any, _Made] = {}
         self.pool = torch.cuda.graph_pool_handle()
         self.update: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, part: Corpus, lr: float) -> Seen:
-        shape, values = padded(part, self.room)
-        values = _Inputs(*(x.pin_memory() for x in values))
+        values = [x.pin_memory() for x in self.head.inputs(*padded(part, self.room))]
+        key = (self.head.overlap, *(x.shape for x in values))
         outer = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(outer)
         with torch.cuda.stream(self.stream):
-            if shape not in self.graphs:
-                self.graphs[shape] = self._capture(shape, values)
-            graph, inputs, seen = self.graphs[shape]
+            if key not in self.graphs:
+                self.graphs[key] = self._capture(values)
+            graph, inputs, seen = self.graphs[key]
             for here, there in zip(values, inputs, strict=True):
                 there.copy_(here, non_blocking=True)
             self.lr.fill_(lr)
@@ -130,23 +121,22 @@ class CapturedStep(Step):
         outer.wait_stream(self.stream)
         return result
 
-    def _gradients(self, inputs: _Inputs) -> Seen:
+    def _gradients(self, inputs: list[Tensor]) -> Seen:
         with torch.autocast("cuda", torch.bfloat16, enabled=self.teacher.embed_VH.dtype == torch.bfloat16):
-            features = self.teacher.features(inputs.token_BT)
-            loss, metrics = self.head.loss_at(*inputs, features)
+            loss, metrics = self.head.loss_of(inputs, self.teacher.features(inputs[0]))
         # Not backward(): its accumulation would belong to the stream of whoever used the parameters first.
-        grads = torch.autograd.grad(loss, self.parameters)
-        torch._foreach_copy_([p.grad for p in self.parameters], list(grads))
+        made = torch.autograd.grad(loss, self.parameters)
+        torch._foreach_copy_(self.grads, list(made))
         return Seen(loss.detach(), metrics["acceptance"])
 
-    def _capture(self, shape: _Shape, values: _Inputs) -> tuple[torch.cuda.CUDAGraph, _Inputs, Seen]:
-        inputs = _Inputs(*(x.to(self.device) for x in values))
+    def _capture(self, values: list[Tensor]) -> _Made:
+        inputs = [x.to(self.device) for x in values]
         self._gradients(inputs)  # compiles and chooses what is done at the first use of a shape
         self.stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             seen = self._gradients(inputs)
-        return graph, inputs, seen
+        return _Made(graph, inputs, seen)
 
     def _capture_update(self) -> torch.cuda.CUDAGraph:
         """Clipping and the optimiser. Its first step is made here, eagerly: it creates the optimiser's state."""
@@ -161,7 +151,3 @@ class CapturedStep(Step):
         norm = self.flat.norm()
         self.flat.mul_((self.clip / (norm + 1e-6)).clamp(max=1.0))
         self.optimizer.step()
-
-
-def _up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from slipstream.train.corpus import Corpus
+from slipstream.train.dspark import DSparkHead
 from slipstream.train.eagle3 import Eagle3Head
+from slipstream.train.layers import DraftHead
 from slipstream.train.ranks import Ranks
 from slipstream.train.soft_ce import soft_cross_entropy, soft_cross_entropy_reference
-from slipstream.train.step import CapturedStep, EagerStep, Step
+from slipstream.train.step import LENGTHS, CapturedStep, EagerStep, Step
 from slipstream.train.teacher import Teacher
 from slipstream.train.unrolled import unrolled_attention, unrolled_attention_reference
 
@@ -46,8 +48,16 @@ def test_flash_form_of_the_unrolled_steps() -> None:
         assert error < 0.02, f"relative error {error:.4f}"
 
 
+class _EveryAnchor(DSparkHead):
+    """The same anchors, padded or not."""
+
+    def pick_anchors(self, answer_BT: torch.Tensor) -> torch.Tensor:
+        return torch.arange(16, device=answer_BT.device).expand(len(answer_BT), -1).contiguous()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_captured_step_is_an_eager_one(dtype: str, golden_dir: Path, exact_float32: None) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_captured_step_is_an_eager_one(kind: str, dtype: str, golden_dir: Path, exact_float32: None) -> None:
     """The same batches, of two lengths and both again: losses and weights, with the padding and without."""
     torch.manual_seed(0)
     teacher = Teacher.load(str(golden_dir / "e2e_target"), taps=(0, 1, 1), device="cuda", dtype=dtype)
@@ -57,7 +67,11 @@ def test_a_captured_step_is_an_eager_one(dtype: str, golden_dir: Path, exact_flo
     results = []
     for captured in (True, False):
         torch.manual_seed(1)
-        head = Eagle3Head(teacher, torch.arange(vocab), steps=3).to("cuda")
+        head: DraftHead = (
+            Eagle3Head(teacher, torch.arange(vocab), steps=3)
+            if kind == "eagle3"
+            else _EveryAnchor(teacher, mask_token_id=0, block=4, layers=1, rank=8, anchors=LENGTHS - 1)
+        ).to("cuda")
         lr = torch.tensor(1e-3, device="cuda") if captured else 1e-3
         optimizer = torch.optim.AdamW(head.parameters(), lr=lr, fused=True, capturable=captured)
         step: Step = EagerStep(head, teacher, optimizer, 1.0, Ranks())

@@ -158,21 +158,24 @@ def test_the_unrolled_eagle_step_is_what_a_chain_computes(teacher: Teacher, corp
         places.append(i + 1 + s)
 
 
-def test_fixed_shapes_change_nothing(teacher: Teacher, corpus: Corpus) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_fixed_shapes_change_nothing(kind: str, teacher: Teacher, corpus: Corpus) -> None:
     """The padded batch has the loss, the agreement and the gradients of the batch as it is."""
-    head = _head("eagle3", teacher, corpus)
-    assert isinstance(head, Eagle3Head)
+    head = _head(kind, teacher, corpus)
     part = corpus.take(torch.tensor([3, 9, 20]))
     longest = int(part.length_N.max())
     token_BT, answer_BT = part.token_NT[:, :longest], part.answer_NT[:, :longest]
-    shape, (token, at_R, weight_R) = padded(part, room=5 * LENGTHS)
-    assert token.shape == (shape.sequences, shape.length) and len(at_R) == shape.rows
-    assert shape.length % LENGTHS == 0 and shape.sequences == 5 and weight_R.sum() == answer_BT[:, 1:].sum()
+    token, answer = padded(part, room=5 * LENGTHS)
+    assert token.shape == answer.shape == (5, LENGTHS) and answer.sum() == answer_BT.sum()
+    inputs = head.inputs(token, answer)
+    if isinstance(head, DSparkHead):  # the same anchors
+        inputs[2][:3], inputs[2][3:] = head.inputs(token_BT, answer_BT)[2][:, : inputs[2].shape[1]], 0
+        first = head.loss_of((token_BT, answer_BT, inputs[2][:3]), teacher.features(token_BT))
+    else:
+        assert len(inputs[1]) in (80, 160, 240, 320) and inputs[2].sum() == answer_BT[:, 1:].sum()
+        first = head.loss(token_BT, answer_BT, teacher.features(token_BT))
     results = []
-    for loss, metrics in (
-        head.loss(token_BT, answer_BT, teacher.features(token_BT)),
-        head.loss_at(token, at_R, weight_R, teacher.features(token)),
-    ):
+    for loss, metrics in (first, head.loss_of(inputs, teacher.features(token))):
         results.append((loss, metrics["acceptance"], torch.autograd.grad(loss, list(head.parameters()))))
     (loss, accepted, grads), (got_loss, got_accepted, got_grads) = results
     torch.testing.assert_close(got_loss, loss, rtol=1e-5, atol=1e-5)

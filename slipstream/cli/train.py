@@ -64,6 +64,13 @@ def parser(kind: str) -> Parser:
     data.add_argument("--max-len", type=int, default=1024, metavar="N", help="tokens of prompt and answer")
     data.add_argument("--slots", type=int, metavar="N", help="answers generated side by side")
     if kind == "corpus":
+        data.add_argument(
+            "--time-limit",
+            dest="generation_limit",
+            type=float,
+            metavar="S",
+            help="begin no more answers after S seconds of generation",
+        )
         return parser
     data.add_argument("--held-out", type=int, default=128, metavar="N", help="sequences kept for calibration")
     data.add_argument("--corpus", nargs="+", metavar="FILE", help="use these corpora instead of generating one")
@@ -211,7 +218,10 @@ def _corpus(args: Any, out: Path, device: str) -> Corpus:
     from slipstream.train.generate import Recipe, generate_corpus, read_prompts
 
     prompts = read_prompts(Path(args.prompts)) if args.prompts else None
-    recipe = Recipe(conversations=args.conversations, max_len=args.max_len, seed=args.seed)
+    recipe = Recipe(
+        conversations=args.conversations, max_len=args.max_len, seed=args.seed,
+        seconds=getattr(args, "generation_limit", None),
+    )  # fmt: skip
     slots = args.slots or (256 if device == "cuda" else 8)
     began = time.perf_counter()
 

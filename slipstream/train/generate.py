@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from slipstream.train.corpus import Corpus, loops
 from slipstream.types import SamplingParams
 
 _MARK = "\u241f"  # stands for the user's text while the template's header is found
+_BATCH = 4096  # answers asked for at once
 _CHARS = 4  # of a token of English, about
 Progress = Callable[[str, int, int], None]
 
@@ -50,7 +52,7 @@ class Recipe:
     positions it has not seen. follow_ups: share of conversations whose prompt quotes earlier answers, up to half of
     max_len of them. temperatures: answers cycle through them, 0 is greedy. distinct: least share of different 4-grams
     in an answer; a small model's greedy answers do repeat themselves, and a draft has to follow them there too. seed:
-    of every draw.
+    of every draw. seconds: no more answers are begun after them, so that fewer than wanted are made; None: no limit.
     """
 
     conversations: int = 20_000
@@ -61,6 +63,11 @@ class Recipe:
     top_p: float = 0.95
     distinct: float = 0.3
     seed: int = 0
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.seconds is not None and not self.seconds > 0:
+            raise ConfigError(f"a time limit of {self.seconds} s must be above 0")
 
 
 def user_header(llm: LLM) -> list[int]:
@@ -125,9 +132,15 @@ def make_prompts(llm: LLM, count: int, recipe: Recipe, progress: Progress | None
 
 
 def answer(
-    llm: LLM, prompts: Sequence[str], recipe: Recipe, *, offset: int = 0, progress: Progress | None = None
+    llm: LLM,
+    prompts: Sequence[str],
+    recipe: Recipe,
+    *,
+    offset: int = 0,
+    until: float | None = None,
+    progress: Progress | None = None,
 ) -> list[tuple[list[int], list[int], str]]:
-    """(prompt ids, answer ids, answer text) of every prompt whose answer is no loop."""
+    """(prompt ids, answer ids, answer text) of every prompt whose answer is no loop. until: of time.monotonic()."""
     room = recipe.max_len
     asked = [(i, llm.chat_prompt([{"role": "user", "content": p}])) for i, p in enumerate(prompts)]
     asked = [(i, ids) for i, ids in asked if len(ids) + 16 <= room]
@@ -142,8 +155,10 @@ def answer(
                 seed=recipe.seed * 104_729 + offset + i,
             )
         )
-    made, batch = [], 4096
+    made, batch = [], _BATCH
     for at in range(0, len(asked), batch):
+        if until is not None and time.monotonic() > until:
+            break
         outs = llm.generate([ids for _, ids in asked[at : at + batch]], params[at : at + batch], use_tqdm=False)
         for (_, ids), out in zip(asked[at : at + batch], outs, strict=True):
             told = out.outputs[0]
@@ -183,10 +198,12 @@ def generate_corpus(
     """The whole corpus: prompts (self-written unless given), answers, and follow-ups around them, shuffled."""
     later = int(recipe.conversations * recipe.follow_ups)
     first = recipe.conversations - later
+    began = time.monotonic()
+    ends = [None if recipe.seconds is None else began + recipe.seconds * (1 - x) for x in (recipe.follow_ups, 0.0)]
     asked = list(prompts)[:first] if prompts is not None else make_prompts(llm, first, recipe, progress)
-    told = answer(llm, asked, recipe, progress=progress)
+    told = answer(llm, asked, recipe, until=ends[0], progress=progress)
     more = follow_ups([t for _, _, t in told], asked, later, recipe)
-    told += answer(llm, more, recipe, offset=len(asked), progress=progress)
+    told += answer(llm, more, recipe, offset=len(asked), until=ends[1], progress=progress)
     pairs = [(p, a) for p, a, _ in told]
     random.Random(recipe.seed).shuffle(pairs)
     return Corpus.pack(pairs, recipe.max_len)

@@ -58,6 +58,27 @@ def test_prompts_are_distinct_and_the_corpus_repeats() -> None:
     assert 40 <= len(corpus) < 60  # loops are gone
     temperatures = {p.temperature for p in llm.asked}
     assert temperatures == {0.0, 0.7, 1.0}
+
+
+def test_a_time_limit_ends_generation_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch takes ten seconds here: of 100 s, 70 are for prompts and 30 for follow-ups, the begun batch included."""
+    llm: Any = ScriptedLLM()
+    clock = [0.0]
+    plain = llm.generate
+
+    def generate(prompts: list[Any], params: list[Any], **options: Any) -> list[Any]:
+        clock[0] += 10.0
+        return list(plain(prompts, params, **options))
+
+    llm.generate = generate
+    monkeypatch.setattr("slipstream.train.generate.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("slipstream.train.generate._BATCH", 20)
+    prompts = [f"prompt {i}" for i in range(1000)]
+    recipe = Recipe(conversations=1000, max_len=400, follow_ups=0.3, seconds=100.0)
+    generate_corpus(llm, recipe, prompts=prompts)
+    assert len(llm.asked) == (8 + 3) * 20
+    with pytest.raises(ConfigError, match="time limit of 0"):
+        Recipe(seconds=0)
     with pytest.raises(ConfigError, match="different prompts"):
         make_prompts(llm, 600, Recipe(conversations=600))
 

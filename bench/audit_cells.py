@@ -4,13 +4,15 @@
 
 A cell is a batch size, a kind of sampling (greedy, seeded, sampled with min-p, top-p and stop ids, requests with
 penalties, biases and logprobs) and a drafter (none, n-gram with k = 3 and synthetic acceptance 3.0). Weights are
-loaded once per model. Exit code 1 if a cell shows what it must not: see `failures` in
-slipstream/benchmark/audit_cells.py.
+loaded once per model. With --mixed-rope every second request carries a picture, by embeddings and a grid, and what
+happens while those prompts are read is in each cell too. Exit code 1 if a cell shows what it must not: see `failures`
+in slipstream/benchmark/audit_cells.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -23,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from slipstream.benchmark.audit_cells import SAMPLING, Frames, engine, run_cell, time_cell, weights_once
+from slipstream.benchmark.audit_cells import SAMPLING, Frames, engine, run_cell, time_cell, weights_once, with_pictures
 from slipstream.benchmark.decode import versions
 
 
@@ -36,6 +38,7 @@ def main() -> int:
     add("--batches", default="1,8,32")
     add("--sampling", default=",".join(SAMPLING))
     add("--drafts", default="none,ngram")
+    add("--mixed-rope", action="store_true", help="half of the requests carry pictures; models without get three axes")
     add("--frames", type=int, default=16, help="under the watch and under the profiler; three times as many are timed")
     add("--budget-s", type=float, default=150.0, help="no new cell begins after this many seconds")
     add("--traces", metavar="FOLDER", help="keep every cell's Chrome trace there")
@@ -51,7 +54,8 @@ def main() -> int:
     began, cells, engines, left_out = time.perf_counter(), [], [], []
     traced = False  # see benchmark/audit_cells.py: for times without CUPTI, one model and draft per process
     for model in args.models.split(","):
-        with weights_once():
+        seeing = with_pictures(model) if args.mixed_rope else contextlib.nullcontext(model)
+        with weights_once(), seeing as folder:
             for draft in args.drafts.split(","):
                 name = f"{Path(model).name} {draft}"
                 if time.perf_counter() - began > args.budget_s:
@@ -59,7 +63,7 @@ def main() -> int:
                     continue
                 start = time.perf_counter()
                 with engine(
-                    model, batches, frames, draft=draft == "ngram", dtype=args.dtype, load_format=args.load_format
+                    folder, batches, frames, draft=draft == "ngram", dtype=args.dtype, load_format=args.load_format
                 ) as llm:
                     report: Any = llm._built.device.graphs.report
                     engines.append({"engine": name, "start_s": round(time.perf_counter() - start, 1),
@@ -67,14 +71,19 @@ def main() -> int:
                                     "capture_mib": round(report.mib, 1)})  # fmt: skip
                     print(json.dumps(engines[-1]), file=sys.stderr, flush=True)
                     todo = [(batch, sampling) for batch in batches for sampling in args.sampling.split(",")]
-                    times = [time_cell(llm, batch=b, sampling=s, frames=frames) for b, s in todo]
+                    times = [
+                        time_cell(llm, batch=b, sampling=s, frames=frames, pictures=args.mixed_rope) for b, s in todo
+                    ]
                     for (batch, sampling), timed in zip(todo, times, strict=True):
                         label = f"{name} batch {batch} {sampling}"
                         if time.perf_counter() - began > args.budget_s:
                             left_out.append(label)
                             continue
                         file = Path(args.traces) / f"{label.replace(' ', '-')}.json.gz" if args.traces else None
-                        cell = run_cell(llm, batch=batch, sampling=sampling, frames=frames, trace=file, times=timed)
+                        cell = run_cell(
+                            llm, batch=batch, sampling=sampling, frames=frames, trace=file, times=timed,
+                            pictures=args.mixed_rope,
+                        )  # fmt: skip
                         cells.append({"model": Path(model).name, "timed_after_a_trace": traced, **cell})
                         print(f"{label}: {cell['failures'] or 'clean'}", file=sys.stderr, flush=True)
                     traced = True

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +24,7 @@ import torch
 
 import slipstream.build as build_room
 from slipstream.audit import TraceSummary, profile, watch
+from slipstream.models.config import parse_hf_config
 from slipstream.types import SamplingParams
 
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -40,6 +43,8 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 PROMPT, SETTLE = 128, 8
 """Prompt tokens per sequence; frames between the last prompt row and the first measured frame."""
+GRID = (1, 16, 16)
+"""Patches of a picture in time, height and width; at 2 x 2 patches to a token it is half of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +97,36 @@ def engine(model: str, batches: Sequence[int], frames: Frames, *, draft: bool, *
     torch.cuda.empty_cache()
 
 
-def time_cell(llm: Any, *, batch: int, sampling: str, frames: Frames) -> dict[str, Any]:
-    """Times of one cell in steady decode, without an instrument; to be taken before any trace in the process."""
-    requests = _start(llm, batch, sampling)
+@contextlib.contextmanager
+def with_pictures(model: str) -> Iterator[str]:
+    """A folder like `model`, whose rotary embedding has three axes and whose vocabulary an image token.
+
+    A model that has both already is given as it is.
+    """
+    values = json.loads((Path(model) / "config.json").read_text())
+    config = parse_hf_config(values)
+    if config.vision is not None and config.rope.sections:
+        yield model
+        return
+    base, more = divmod(config.rope.turned(config.head_dim) // 2, 3)
+    values["rope_parameters"] = {
+        "rope_theta": config.rope.theta, "partial_rotary_factor": config.rope.partial,
+        "mrope_section": [base + (axis < more) for axis in range(3)], "mrope_interleaved": True,
+    }  # fmt: skip
+    values |= {"image_token_id": config.vocab_size - 3, "vision_config": {"spatial_merge_size": 2}}
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root) / Path(model).name
+        shutil.copytree(model, folder)
+        (folder / "config.json").write_text(json.dumps(values))
+        yield str(folder)
+
+
+def time_cell(llm: Any, *, batch: int, sampling: str, frames: Frames, pictures: bool = False) -> dict[str, Any]:
+    """Times of one cell in steady decode, without an instrument; to be taken before any trace in the process.
+
+    pictures: every second request, the first one too, has a picture.
+    """
+    requests = _start(llm, batch, sampling, pictures=pictures)
     step = llm._engine.step
     before, spec = llm.stats(), llm._engine.metrics.spec.as_dict()
     began = time.perf_counter()
@@ -121,14 +153,16 @@ def run_cell(
     frames: Frames,
     trace: Path | None = None,
     times: dict[str, Any] | None = None,
+    pictures: bool = False,
 ) -> dict[str, Any]:
     """One cell in steady decode: what the watch found, what the trace counted, and its times.
 
-    times: of `time_cell`, where it has run already.
+    times: of `time_cell`, where it has run already. pictures: as there; what the watch and the trace see while those
+    prompts are read is in the cell too, under "reading".
     """
-    times = times or time_cell(llm, batch=batch, sampling=sampling, frames=frames)
+    times = times or time_cell(llm, batch=batch, sampling=sampling, frames=frames, pictures=pictures)
     step = llm._engine.step
-    requests = _start(llm, batch, sampling)
+    requests = _start(llm, batch, sampling, pictures=pictures)
     torch.cuda.reset_peak_memory_stats()
     with watch(device="cuda", name="runtime") as watched:
         for _ in range(frames.watched):
@@ -147,7 +181,29 @@ def run_cell(
         "peak_mib": round(torch.cuda.max_memory_allocated() / 2**20, 1),
         "reserved_mib": round(torch.cuda.memory_reserved() / 2**20, 1),
     }
+    if pictures:
+        cell |= {"pictures": (batch + 1) // 2, "reading": _reading(llm, batch, sampling)}
     return {**cell, "failures": failures(cell)}
+
+
+def _reading(llm: Any, batch: int, sampling: str) -> dict[str, Any]:
+    """A batch with pictures from its submission until its prompts are read, under the watch and then traced."""
+    _end(llm, _start(llm, batch, sampling, pictures=True, turn=1))
+    before = llm._built.device.embeds.rows
+    with watch(device="cuda", name="reading") as watched:
+        requests = _submit(llm, batch, sampling, pictures=True, turn=2)
+        steps = _read(llm, batch)
+    rows = llm._built.device.embeds.rows - before
+    _end(llm, requests)
+    with tempfile.TemporaryDirectory() as folder, profile(Path(folder) / "trace.json", frame="frame") as profiled:
+        requests = _submit(llm, batch, sampling, pictures=True, turn=3)
+        _read(llm, batch)
+    _end(llm, requests)
+    assert profiled.summary is not None
+    counts = ("stream_syncs", "device_syncs", "pageable_copies", "driver_allocations")
+    traced = _traced(profiled.summary)
+    kept = {name: traced[name] for name in (*counts, "copies_per_frame", "traced_frames")}
+    return {"embeddings": rows, **_watched(watched, steps), **kept}
 
 
 def _end(llm: Any, requests: Sequence[str]) -> None:
@@ -162,6 +218,14 @@ def failures(cell: dict[str, Any], *, host_us: float | None = 150.0, idle_betwee
     for name in ("stream_syncs", "device_syncs", "pageable_copies", "allocations", "driver_allocations", "recompiles"):
         if cell[name]:
             out.append(f"{name} {cell[name]}")
+    reading = cell.get("reading")
+    if reading is not None:
+        out += [f"{rule} x{count} while prompts are read" for rule, count in reading["findings"].items()]
+        for name in ("stream_syncs", "device_syncs", "pageable_copies", "pinned_allocations", "driver_allocations"):
+            if reading[name]:
+                out.append(f"{name} {reading[name]} while prompts are read")
+        if not reading["embeddings"]:
+            out.append("no embedding went up while prompts were read")
     if cell["event_waits_per_frame"] > 1:
         out.append(f"{cell['event_waits_per_frame']} event waits per frame")
     if cell["graph_launches_per_frame"] != 1:
@@ -176,26 +240,49 @@ def failures(cell: dict[str, Any], *, host_us: float | None = 150.0, idle_betwee
     return out
 
 
-def _start(llm: Any, batch: int, sampling: str) -> list[str]:
+def _start(llm: Any, batch: int, sampling: str, *, pictures: bool = False, turn: int = 0) -> list[str]:
     """Submit a batch and step until every prompt is read and the frames have settled."""
-    rng, vocab = random.Random(batch), llm.model_config.vocab_size
+    requests = _submit(llm, batch, sampling, pictures=pictures, turn=turn)
+    _read(llm, batch)
+    for _ in range(SETTLE):
+        llm._engine.step()
+    return requests
+
+
+def _submit(llm: Any, batch: int, sampling: str, *, pictures: bool, turn: int) -> list[str]:
+    """turn: another one has other prompts."""
+    rng, vocab = random.Random(batch + 4096 * turn), llm.model_config.vocab_size
     room = llm._built.engine_config.max_model_len - PROMPT
     # Two stop ids that hardly ever come: the test for them runs, and the batch stays whole.
     params = SamplingParams(
         max_tokens=room, ignore_eos=True, stop_token_ids=[vocab - 1, vocab - 2], **SAMPLING[sampling]
     )
-    prompts = [[rng.randrange(vocab - 2) for _ in range(PROMPT)] for _ in range(batch)]
-    requests = [llm._submit(*llm._prepare(prompt, params)) for prompt in prompts]
+    prompts: list[Any] = [[rng.randrange(vocab - 2) for _ in range(PROMPT)] for _ in range(batch)]
+    if pictures:
+        prompts[::2] = [_pictured(llm.model_config, ids, seed=rng.randrange(1 << 30)) for ids in prompts[::2]]
+    return [llm._submit(*llm._prepare(prompt, params)) for prompt in prompts]
+
+
+def _read(llm: Any, batch: int) -> int:
+    """Step until every prompt is read; how many steps it took."""
     running = llm._engine.scheduler.running
-    for _ in range(64 + 8 * batch):
+    for count in range(64 + 8 * batch):
         if len(running) == batch and all(seq.prefilled for seq in running.values()):
-            break
-        llm._engine.step()
-    else:
-        raise RuntimeError(f"{batch} prompts of {PROMPT} tokens are not read after {64 + 8 * batch} frames")
-    for _ in range(SETTLE):
-        llm._engine.step()
-    return requests
+            return count
+        with torch.profiler.record_function("frame"):
+            llm._engine.step()
+    raise RuntimeError(f"{batch} prompts of {PROMPT} tokens are not read after {64 + 8 * batch} frames")
+
+
+def _pictured(config: Any, ids: list[int], *, seed: int) -> dict[str, Any]:
+    """The prompt with a picture in the middle of its text."""
+    vision, (t, h, w) = config.vision, GRID
+    count = t * h * w // vision.merge**2
+    text = [0 if i in (vision.image, vision.video) else i for i in ids]
+    first = (PROMPT - count) // 2
+    text[first : first + count] = [vision.image] * count
+    embeds = torch.randn(count, config.hidden_size, generator=torch.Generator().manual_seed(seed)) * 0.02
+    return {"prompt_token_ids": text, "prompt_embeds": embeds, "image_grid_thw": [list(GRID)]}
 
 
 def _watched(report: Any, frames: int) -> dict[str, Any]:

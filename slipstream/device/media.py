@@ -84,14 +84,16 @@ class EmbedRing:
         self.given = given
         # Bytes, because numpy has no bfloat16.
         self.table = given.embeds_RH.view(torch.uint8)
-        self.slots = slots if len(self.table) else 0
-        self.staging = staging(self.slots, *self.table.shape, device=self.table.device, dtype=torch.uint8)
+        self.slots = slots
+        device = self.table.device if len(self.table) else torch.device("cpu")  # without room nothing is pinned
+        self.staging = staging(slots, *self.table.shape, device=device, dtype=torch.uint8)
         self.staging_np: Any = self.staging.numpy()
         self.at = 0
+        self.rows = 0  # sent so far
 
     def send(self, plan: FramePlan) -> None:
         """Those of the plan's chunk, before it runs; the host does not wait."""
-        known, first, end, at = self.given.media, len(self.table), 0, 0
+        known, first, end, at, sent = self.given.media, len(self.table), 0, 0, 0
         for span in plan.prefill:
             media = known.get(span.slot)
             if media is not None:
@@ -99,8 +101,9 @@ class EmbedRing:
                 if low < high:
                     rows_np = at + media.places[low:high] - span.start
                     self.staging_np[self.at, rows_np] = media.embeds.view(torch.uint8).numpy()[low:high]
-                    first, end = min(first, int(rows_np[0])), int(rows_np[-1]) + 1
+                    first, end, sent = min(first, int(rows_np[0])), int(rows_np[-1]) + 1, sent + len(rows_np)
             at += span.length
         if first < end:
             self.table[first:end].copy_(self.staging[self.at, first:end], non_blocking=True)
             self.at = (self.at + 1) % self.slots
+            self.rows += sent

@@ -180,7 +180,8 @@ def show_stacks_on_signal(path: str) -> None:
 
 def _run(options: dict[str, Any], socket: Any) -> int:
     try:
-        built = build(LLMConfig.from_options(**options))
+        # Prompts with embeddings are taken offline only.
+        built = build(LLMConfig.from_options(**{"prompt_embeds": False, **options}))
     except SlipstreamError as error:
         socket.send(encode(Refused(str(error))))
         return EXIT_REFUSED

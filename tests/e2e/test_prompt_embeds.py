@@ -17,14 +17,10 @@ from slipstream.errors import ConfigError, InvalidRequestError, UnsupportedError
 from slipstream.models.mrope import layout_positions
 from tests.support.kernel_engine import SHAPES, take_a_gpus_way
 from tests.support.kit import VOCAB, tiny_model_dir
+from tests.support.pictures import axes, picture, pictures_and_text
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-PICTURES: dict[str, Any] = {
-    "rope_parameters": {
-        "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True,
-    },
-    "image_token_id": 90, "video_token_id": 91, "vision_config": {"spatial_merge_size": 2},
-}  # fmt: skip
+PICTURES = axes(2, 1, 1)
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +47,6 @@ def test_a_tokens_own_embeddings_change_nothing(tmp_path: Path, arch: str) -> No
         other = tokens_of(llm, {"prompt_token_ids": ids, "prompt_embeds": embeds.flip(0)})
         assert other != want, "the prefix cache told them apart, and the embeddings were read"
         llm.check_idle()
-
-
-def picture(rows: int, seed: int) -> torch.Tensor:
-    return torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed))
 
 
 def by_definition(llm: LLM, prompt: dict[str, Any], count: int) -> list[int]:
@@ -117,17 +109,7 @@ def test_pictures_under_pressure(seeing: Path, run_ahead: int) -> None:
     assert len({tuple(t) for t in want}) > 8
 
 
-GRIDS = ((4, 6), (2, 16), (8, 8), (4, 4))
-MIXED: list[Any] = [
-    prompt
-    for i, (h, w) in enumerate(GRIDS)
-    for prompt in (
-        {"prompt_token_ids": [3 + i, 4, 7, *[90] * (h * w // 4), 5, *range(20, 21 + i)],
-         "prompt_embeds": picture(h * w // 4, i), "image_grid_thw": [[1, h, w]]},
-        [3 + i, 4, 7, 5, *range(20, 33 + i)],
-    )
-]  # fmt: skip
-"""Pictures and text in turn."""
+MIXED = pictures_and_text()
 
 
 @pytest.mark.parametrize("fault", ["none", "offsets", "marks", "rows"])
@@ -139,8 +121,7 @@ def test_a_gpus_pass_reads_pictures_beside_text(
 ) -> None:
     """Chunks of 8 rows, padded, pictures across their edges: the CPU's own tokens. Negative controls: other offsets, no
     marks, the rows' embeddings not brought up."""
-    partial = {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5} if arch == "qwen3_5_text" else {}
-    values = {**PICTURES, "rope_parameters": {**PICTURES["rope_parameters"], **partial}}
+    values = axes(1, 1, 0, partial_rotary_factor=0.5) if arch == "qwen3_5_text" else PICTURES
     options: dict[str, Any] = {
         "model": str(tiny_model_dir(tmp_path / "m", seed=4, arch=arch, **values)), "dtype": "float32", "page_size": 4,
         "max_model_len": 96, "draft": draft,

@@ -3,6 +3,7 @@
 The causal part is torch's flash kernel; the own keys, a handful per query, are merged by the log sums of both parts.
 Backward rests on flash's own, which computes p = exp(score - logsum): given the merged logsum and output, the gradients
 of its keys are those of the whole softmax (as in ring attention, arXiv 2310.01889, section 3). There is no [T, T].
+On CUDA the own keys are two Triton kernels (train/jit_own.py).
 """
 
 from __future__ import annotations
@@ -53,45 +54,73 @@ class _Unrolled(torch.autograd.Function):
             ctx.flash = rest[:6]  # cumulated lengths (none here), the longest ones, the generator's state
         else:
             part, logsum = _flash._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=scale)
-        logsum = logsum.to(torch.promote_types(q.dtype, torch.float32))
-        own_SBTN = _own_scores(q, own_k, scale)
-        all_BTN = torch.cat((logsum.transpose(1, 2).unsqueeze(0), own_SBTN)).logsumexp(0)
-        out = part.transpose(1, 2) * (logsum.transpose(1, 2) - all_BTN).exp().unsqueeze(-1)
-        for score_BTN, v_BTKD in zip(own_SBTN, own_v, strict=True):
-            out = out + (score_BTN - all_BTN).exp().unsqueeze(-1) * _wide(v_BTKD, groups)
-        result: Tensor = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, own_k, own_v, result, all_BTN)
+        merge = _kernels().merge if q.is_cuda else merge_reference
+        result, whole = merge(part.transpose(1, 2), logsum, q, own_k, own_v, scale)
+        ctx.save_for_backward(q, k, v, own_k, own_v, result, whole)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
         (grad,) = grads
-        q, k, v, own_k, own_v, out, all_BTN = ctx.saved_tensors
+        q, k, v, own_k, own_v, out, whole = ctx.saved_tensors
         groups, scale = q.shape[2] // k.shape[2], q.shape[-1] ** -0.5
         heads = [x.transpose(1, 2) for x in (grad, q, _wide(k, groups), _wide(v, groups), out)]
-        logsum = all_BTN.transpose(1, 2).contiguous()
         if q.is_cuda:
             *lengths, seed, offset = ctx.flash
             dq, dk, dv = _flash._scaled_dot_product_flash_attention_backward(
-                *heads, logsum, *lengths, 0.0, True, seed, offset, scale=scale
+                *heads, whole, *lengths, 0.0, True, seed, offset, scale=scale
             )
         else:
             dq, dk, dv = _flash._scaled_dot_product_flash_attention_for_cpu_backward(
-                *heads, logsum, 0.0, True, scale=scale
+                *heads, whole, 0.0, True, scale=scale
             )
-        dq_BTND = dq.transpose(1, 2).to(all_BTN.dtype)
-        wide = grad.to(all_BTN.dtype)
-        through_BTN = (wide * out).sum(-1)  # what the softmax takes from every score's gradient
-        own_dk, own_dv = [], []
-        for score_BTN, k_BTKD, v_BTKD in zip(_own_scores(q, own_k, scale), own_k, own_v, strict=True):
-            p_BTN = (score_BTN - all_BTN).exp()
-            ds_BTN = p_BTN * ((wide * _wide(v_BTKD, groups)).sum(-1) - through_BTN) * scale
-            dq_BTND = dq_BTND + ds_BTN.unsqueeze(-1) * _wide(k_BTKD, groups)
-            own_dk.append(_narrow(ds_BTN.unsqueeze(-1) * q, groups))
-            own_dv.append(_narrow(p_BTN.unsqueeze(-1) * wide, groups))
-        stacked = [torch.stack(x).to(q.dtype) if x else torch.zeros_like(own_k) for x in (own_dk, own_dv)]
-        narrow = [_narrow(x.transpose(1, 2).to(all_BTN.dtype), groups).to(q.dtype) for x in (dk, dv)]
-        return dq_BTND.to(q.dtype), *narrow, *stacked
+        own = _kernels().own_gradients if q.is_cuda else own_gradients_reference
+        dq, own_dk, own_dv = own(grad, q, own_k, own_v, out, whole, dq.transpose(1, 2).contiguous(), scale)
+        narrow = [_narrow(x.transpose(1, 2).to(whole.dtype), groups).to(q.dtype) for x in (dk, dv)]
+        return dq, *narrow, own_dk, own_dv
+
+
+def _kernels() -> Any:
+    from slipstream.train import jit_own
+
+    return jit_own
+
+
+def merge_reference(
+    part: Tensor, logsum: Tensor, q: Tensor, own_k: Tensor, own_v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax over a causal part, known by its output and log sums, and S keys of each row's own.
+
+    part, q [B, T, N, D]; logsum [B, N, T]; own_k, own_v [S, B, T, K, D]. Returns the output in q's dtype, and the log
+    sums of all scores [B, N, T].
+    """
+    groups = q.shape[2] // own_k.shape[3]
+    logsum = logsum.to(torch.promote_types(q.dtype, torch.float32))
+    own_SBTN = _own_scores(q, own_k, scale)
+    all_BTN = torch.cat((logsum.transpose(1, 2).unsqueeze(0), own_SBTN)).logsumexp(0)
+    out = part * (logsum.transpose(1, 2) - all_BTN).exp().unsqueeze(-1)
+    for score_BTN, v_BTKD in zip(own_SBTN, own_v, strict=True):
+        out = out + (score_BTN - all_BTN).exp().unsqueeze(-1) * _wide(v_BTKD, groups)
+    return out.to(q.dtype), all_BTN.transpose(1, 2).contiguous()
+
+
+def own_gradients_reference(
+    grad: Tensor, q: Tensor, own_k: Tensor, own_v: Tensor, out: Tensor, whole: Tensor, dq: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `merge_reference` gives back to q, beside dq of the causal part, and to own_k and own_v. whole: its log
+    sums, out: its output."""
+    groups, all_BTN = q.shape[2] // own_k.shape[3], whole.transpose(1, 2)
+    dq_BTND, wide = dq.to(all_BTN.dtype), grad.to(all_BTN.dtype)
+    through_BTN = (wide * out).sum(-1)  # what the softmax takes from every score's gradient
+    own_dk, own_dv = [], []
+    for score_BTN, k_BTKD, v_BTKD in zip(_own_scores(q, own_k, scale), own_k, own_v, strict=True):
+        p_BTN = (score_BTN - all_BTN).exp()
+        ds_BTN = p_BTN * ((wide * _wide(v_BTKD, groups)).sum(-1) - through_BTN) * scale
+        dq_BTND = dq_BTND + ds_BTN.unsqueeze(-1) * _wide(k_BTKD, groups)
+        own_dk.append(_narrow(ds_BTN.unsqueeze(-1) * q, groups))
+        own_dv.append(_narrow(p_BTN.unsqueeze(-1) * wide, groups))
+    stacked = [torch.stack(x).to(q.dtype) if x else torch.zeros_like(own_k) for x in (own_dk, own_dv)]
+    return dq_BTND.to(q.dtype), stacked[0], stacked[1]
 
 
 def _own_scores(q: Tensor, own_k: Tensor, scale: float) -> Tensor:

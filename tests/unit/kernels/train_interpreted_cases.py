@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slipstream.train import jit
+from slipstream.train import jit, jit_own
 from slipstream.train.soft_ce import soft_cross_entropy_reference
+from slipstream.train.unrolled import merge_reference, own_gradients_reference
 
 
 @pytest.mark.parametrize("width", [61, 517])
@@ -24,3 +25,20 @@ def test_soft_cross_entropy(width: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(got_best_R, best_R) and got_best_R[2] == 9
     got_RD = jit.launch_backward(logits_RD.detach(), teacher_ND, row_R, sums_R2, weight_R)
     torch.testing.assert_close(got_RD, want_RD, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("steps", "heads", "kv_heads", "size"), [(1, 4, 4, 16), (3, 9, 3, 24)])
+def test_own_keys_and_their_gradients(steps: int, heads: int, kv_heads: int, size: int) -> None:
+    torch.manual_seed(0)
+    b, t, scale = 2, 5, size**-0.5
+    part, q, grad, dq = (torch.randn(b, t, heads, size) for _ in range(4))
+    own_k, own_v = torch.randn(steps, b, t, kv_heads, size), torch.randn(steps, b, t, kv_heads, size)
+    logsum = torch.randn(b, heads, t)
+    want, whole = merge_reference(part, logsum, q, own_k, own_v, scale)
+    got, got_whole = jit_own.merge(part, logsum, q, own_k, own_v, scale)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(got_whole, whole)
+    wanted = own_gradients_reference(grad, q, own_k, own_v, want, whole, dq, scale)
+    made = jit_own.own_gradients(grad, q, own_k, own_v, want, whole, dq.clone(), scale)
+    for one, other in zip(made, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)

@@ -141,11 +141,12 @@ def _train(kind: str, args: Any, device: str, out: Path, ranks: Ranks) -> int:
     history = loop.train(head, teacher, kept, options, folder=out / "state", progress=_Bar(args.steps), ranks=ranks)
     if ranks.rank:
         return 0
-    loop.export(head, out, {"slipstream_training": _facts(kind, args, options, corpus)})
+    final = [round(a, 4) for a in loop.evaluate(head, teacher, held_out)]
+    facts = _facts(kind, args, options, corpus, history.step[-1] + 1, final)
+    loop.export(head, out, {"slipstream_training": facts})
     plot(history, out / "training.png", f"{kind} for {args.model or 'the default model'}")
     if kind == "dspark":
         _calibrate(head, teacher, held_out, out, args)
-    final = [round(a, 4) for a in loop.evaluate(head, teacher, held_out)]
     (out / "metrics.json").write_text(
         json.dumps({"loss": history.loss[-1], "acceptance": final, "seconds": round(history.seconds, 1)}) + "\n"
     )
@@ -273,12 +274,16 @@ def _calibrate(head: DraftHead, teacher: Teacher, held_out: Corpus, out: Path, a
     print(f"confidence temperatures {shown}; ECE {found.ece_before[-1]:.3f} to {found.ece_after[-1]:.3f}")
 
 
-def _facts(kind: str, args: Any, options: TrainOptions, corpus: Corpus) -> dict[str, Any]:
-    """What a model card needs."""
+def _facts(
+    kind: str, args: Any, options: TrainOptions, corpus: Corpus, steps: int, accepted: list[float]
+) -> dict[str, Any]:
+    """What a model card needs. Names without their folders: a draft is given away."""
+    given = "named corpora" if args.corpus else "self-generated"
     return {
-        "kind": kind, "target": args.model or "default", "steps": options.steps, "batch": options.batch,
-        "lr": options.lr, "seed": options.seed, "conversations": len(corpus), "answer_tokens": corpus.answer_tokens,
-        "data": args.prompts or "self-generated",
+        "kind": kind, "target": Path(args.model).name if args.model else "default", "steps": steps,
+        "batch": options.batch, "lr": options.lr, "seed": options.seed, "conversations": len(corpus),
+        "answer_tokens": corpus.answer_tokens, "data": Path(args.prompts).name if args.prompts else given,
+        "acceptance": accepted,
     }  # fmt: skip
 
 

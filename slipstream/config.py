@@ -468,6 +468,12 @@ def _saved_states(
             if value := getattr(user, name):
                 raise ConfigError(f"{name}={value} is for models with recurrent layers; this one has none")
         return 0, 0
+    if user.saved_states and not user.prefix_cache:
+        raise ConfigError(
+            f"saved_states={user.saved_states} are the prefix cache's; leave it or prefix_cache=False out"
+        )
+    if user.saved_states == 0 and user.state_interval is not None:
+        raise ConfigError(f"state_interval={user.state_interval} with saved_states=0: nothing is saved, leave one out")
     if not user.prefix_cache or user.saved_states == 0:
         return 0, 0
     unit = math.lcm(page_size, STATE_UNIT)

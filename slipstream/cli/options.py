@@ -26,6 +26,8 @@ ENGINE_OPTIONS = (
     "dtype",
     "max_model_len",
     "run_ahead",
+    "saved_states",
+    "state_interval",
     "threads",
     "capture_seconds",
     "capture_mib",
@@ -73,6 +75,15 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=("auto", "float32", "float64", "bfloat16"))
     group.add_argument("--max-model-len", type=int, metavar="N", help="most tokens of prompt and answer together")
     group.add_argument("--run-ahead", type=int, metavar="N", help="frames queued before the first result is read")
+    group.add_argument(
+        "--saved-states", type=int, metavar="N",
+        help="models with recurrent layers: states kept for prefix hits (default 4 for each running answer, in at most "
+        "a tenth of the memory for pages; 0: no prefix cache)",
+    )  # fmt: skip
+    group.add_argument(
+        "--state-interval", type=int, metavar="N",
+        help="tokens between two saved states, a multiple of 16 and of the page size, 32 (default: about 256)",
+    )  # fmt: skip
     group.add_argument("--threads", type=int, metavar="N", help="CPU threads")
     group.add_argument(
         "--capture-seconds", type=float, metavar="S", help="most that capturing frames on a GPU may take (default 600)"
@@ -166,9 +177,11 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--adaptive needs a drafter; add --draft ngram, suffix, mtp or PATH")
     if chosen.get("confidence_schedule") and "draft" not in chosen:
         raise ConfigError("--confidence-schedule needs a draft with a confidence head; add --draft with a DSpark head")
-    for name in ("max_model_len", "run_ahead", "threads"):
+    for name in ("max_model_len", "run_ahead", "state_interval", "threads"):
         if chosen.get(name, 1) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {chosen[name]} must be at least 1")
+    if chosen.get("saved_states", 0) < 0:
+        raise ConfigError(f"--saved-states {chosen['saved_states']} must be at least 0")
     for name in ("capture_seconds", "capture_mib", "gpu_memory_mib"):
         if not chosen.get(name, 1) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {chosen[name]} must be above 0")

@@ -128,6 +128,7 @@ class EngineProcess:
                 "pages_free": ledger.pool.num_free,
                 "pages_cached": ledger.radix.num_pages,
                 "window": None if ledger.window is None else ledger.window.report(),
+                "states": None if ledger.saved is None else ledger.saved.report(),
             },
         }
         if check:

@@ -15,6 +15,7 @@ from slipstream.errors import ConfigError
 from tests.support.kit import VOCAB, tiny_model_dir
 from tests.support.mtp import add_mtp
 from tests.support.reference import DenseReference, planted_oracle
+from tests.support.server import RunningServer
 
 INTERVAL = 16
 TREE_OF_PROMPTS = [[(7 * i + 3 * b + i * i * b) % VOCAB for i in range(80)] for b in range(3)]
@@ -139,9 +140,27 @@ def test_options(dirs: dict[str, Path]) -> None:
         LLM(model=target, state_interval=24)
     with pytest.raises(ConfigError, match="saved_states=-1"):
         LLM(model=target, saved_states=-1)
+    with pytest.raises(ConfigError, match="state_interval=32 with saved_states=0: nothing is saved"):
+        LLM(model=target, saved_states=0, state_interval=32)
+    with pytest.raises(ConfigError, match="saved_states=3 are the prefix cache's"):
+        LLM(model=target, saved_states=3, prefix_cache=False)
     with LLM(model=target, saved_states=0) as llm:
         assert llm.resolved["prefix_cache"] is False
         assert any("prefix_cache is off" in note for note in llm.notes)
+
+
+def test_a_server_takes_the_options_and_reports_the_states(dirs: dict[str, Path]) -> None:
+    words = ("--saved-states", "6", "--state-interval", "32", "--max-slots", "2", "--max-model-len", "128")
+    with RunningServer(str(dirs["target"]), *words) as server:
+        model = server.http.get("/v1/models").json()["data"][0]["id"]
+        body = {"model": model, "prompt": TREE_OF_PROMPTS[0][:70], "max_tokens": 4, "temperature": 0}
+        assert server.http.post("/v1/completions", json=body).status_code == 200
+        server.idle()
+        info = server.info()
+    resolved, states = info["resolved"], info["engine"]["pools"]["states"]
+    assert (resolved["saved_states"], resolved["state_interval"]) == (6, 32) and resolved["state_bytes"] > 0
+    assert resolved["embeds_bytes"] == 0, "no prompt brings embeddings over HTTP"
+    assert states["states"] == 6 == states["free"] + states["cached"] and states["cached"] > 0
 
 
 def test_options_of_other_models(tmp_path: Path) -> None:

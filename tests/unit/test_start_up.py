@@ -205,6 +205,20 @@ def test_the_command_line_has_the_budgets() -> None:
         engine_options(parser.parse_args(["--capture-mib", "-1"]))
 
 
+def test_the_command_line_has_the_saved_states() -> None:
+    from slipstream.cli.options import Parser, add_engine_options, engine_options
+
+    parser = Parser(prog="x")
+    add_engine_options(parser)
+    words = ["--saved-states", "12", "--state-interval", "64"]
+    assert engine_options(parser.parse_args(words)) == {"saved_states": 12, "state_interval": 64}
+    assert engine_options(parser.parse_args(["--saved-states", "0"])) == {"saved_states": 0}
+    with pytest.raises(ConfigError, match="--saved-states -1 must be at least 0"):
+        engine_options(parser.parse_args(["--saved-states", "-1"]))
+    with pytest.raises(ConfigError, match="--state-interval 0 must be at least 1"):
+        engine_options(parser.parse_args(["--state-interval", "0"]))
+
+
 def test_frames_that_plans_may_ask_for() -> None:
     """One capture per (rows per slot, drafts made): without adaptive one number of drafts, and none at all."""
     config = EngineConfig(num_drafts=3, row_tiers=(1, 2, 4))

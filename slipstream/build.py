@@ -21,7 +21,7 @@ from slipstream.device.media import takes_embeds
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.draft.detect import OWN, Head, load_head, unknown_draft
-from slipstream.draft.ngram import NgramDrafter
+from slipstream.draft.make import make_drafter
 from slipstream.draft.protocol import ConfidentDrafter, Drafter
 from slipstream.draft.tree import TreeShape
 from slipstream.errors import ConfigError, ModelLoadError, UnsupportedError
@@ -80,7 +80,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         try:
             head = load_head(
                 config.draft, model, home=loaded.source, revision=config.revision, load_format=config.load_format,
-                seed=config.seed,
+                seed=config.seed, dense=config.draft_weights == "dense",
             )  # fmt: skip
             draft_loaded = _load(config, config.draft, device) if head is None else None
         except ModelLoadError as error:
@@ -121,7 +121,12 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         kept = _pages(model, engine, device, layers=windowed, pages=engine.window_pages)
         windows = WindowLayers.of(model.config.windows, kept)
     workspace = _workspace(device, engine, shape, kv_models)
-    drafter = _drafter(config, engine, draft_loaded, head, shape, device, real, workspace) if num_drafts else None
+    drafter = None
+    if num_drafts:
+        drafter = make_drafter(
+            config, engine, draft=draft_loaded, head=head, shape=shape, device=device, real=real, workspace=workspace,
+            pages=partial(_pages, engine=engine, device=device),
+        )  # fmt: skip
     processors = load_processors(config.processors, model.config.vocab_size)
     state = SlotState(
         max_slots=engine.max_slots, max_len=engine.max_model_len, pages_per_slot=engine.pages_per_slot,
@@ -167,6 +172,7 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
         "dtype": str(model.dtype).removeprefix("torch."),
         "draft": type(drafter).__name__ if drafter else "none",
         "draft_tree": None if shape is None else asdict(shape),
+        "draft_weights": _weights_of(head, draft_loaded),
         "weights": loaded.weights,
         "kv_bytes": kv.nbytes,
         "window_kv": _window_report(model, engine, windowed),
@@ -243,6 +249,15 @@ def _cost_key(
         "num_drafts": engine.num_drafts, "page_size": engine.page_size, "max_model_len": engine.max_model_len,
         "slot_buckets": engine.slot_buckets, "row_tiers": engine.row_tiers, "max_slots": engine.max_slots,
     }  # fmt: skip
+
+
+def _weights_of(head: Head | None, draft: LoadedModel | None) -> str | None:
+    """How a draft's weights are kept; None for a draft without any."""
+    if draft is not None:
+        return draft.weights
+    if head is None:
+        return None
+    return "rounded to 4 bits, packed" if getattr(head.model, "packed", False) else str(head.model.dtype)[6:]
 
 
 def _lookahead(num_drafts: int, shape: TreeShape | None) -> int:
@@ -441,60 +456,3 @@ def _capture_note(report: Any) -> list[str]:
     if report is None:
         return []
     return [f"captured {report.graphs} frame graphs in {report.seconds:.1f} s, {report.mib:.0f} MiB"]
-
-
-def _drafter(
-    config: LLMConfig,
-    engine: EngineConfig,
-    draft: LoadedModel | None,
-    head: Head | None,
-    shape: TreeShape | None,
-    device: torch.device,
-    real: torch.dtype,
-    workspace: Workspace | None,
-) -> Drafter:
-    if head is not None:
-        known = getattr(head.drafter, "options", ())
-        for name in config.draft_options:
-            if name not in known:
-                raise ConfigError(f"this kind of draft takes no option {name!r}; known: {', '.join(known) or 'none'}")
-        make = head.drafter if shape is None else partial(head.tree, shape=shape)
-        if engine.confidence_schedule:
-            make = partial(make, confident=True)
-        made: Drafter = make(
-            head.model, kv=_pages(head.model, engine, device), max_drafts=engine.num_drafts,
-            max_len=engine.max_model_len, slots=engine.max_slots, real=real, workspace=workspace,
-            **config.draft_options,
-        )  # fmt: skip
-        return made
-    if draft is not None:
-        from slipstream.draft.standalone import StandaloneDrafter
-
-        if config.draft_options:
-            raise ConfigError(f"a draft model takes no draft_options, got {sorted(config.draft_options)}")
-        kv = _pages(draft.model, engine, device)
-        return StandaloneDrafter(draft.model, kv=kv, max_drafts=engine.num_drafts, real=real, workspace=workspace)
-    if config.draft == "ngram":
-        ngram = {"min_n", "max_n", "gate", "row_cost"}
-        for name in config.draft_options:
-            if name not in ngram:
-                raise ConfigError(f"unknown n-gram option {name!r}; known: {', '.join(sorted(ngram))}")
-        return NgramDrafter(slots=engine.max_slots, max_drafts=engine.num_drafts, device=device, **config.draft_options)
-    if config.draft == "suffix":
-        from slipstream.draft.suffix import SuffixDrafter
-
-        for name in config.draft_options:
-            if name not in SuffixDrafter.options:
-                raise ConfigError(f"unknown suffix option {name!r}; known: {', '.join(SuffixDrafter.options)}")
-        return SuffixDrafter(max_drafts=engine.num_drafts, **config.draft_options)
-    if callable(config.draft):
-        make = config.draft if shape is None else partial(config.draft, shape=shape)
-        made = make(slots=engine.max_slots, max_drafts=engine.num_drafts, max_len=engine.max_model_len, device=device)
-        confident = isinstance(made, ConfidentDrafter) and made.confident
-        if engine.confidence_schedule and not confident:
-            raise ConfigError(f"confidence_schedule=True needs confidences; {type(made).__name__} gives none")
-        if isinstance(made, Drafter):
-            return made
-    raise ConfigError(
-        f'draft={config.draft!r} is not a drafter; use None, "ngram", "suffix", "mtp" or the path of a draft'
-    )

@@ -198,8 +198,9 @@ class LLMConfig:
     draft may also be a Drafter factory (tests and benchmarks): called with slots, max_drafts, max_len, device, and
     with draft_tree its shape. draft_options go to the drafter (n-gram: min_n, max_n, gate; suffix: depth, factor,
     offset, min_prob). draft_tree: dict(topk=, levels=, total=), a tree instead of a chain of drafts (draft/tree.py); it
-    sets the number of drafts, total - 1. synthetic_acceptance: mean tokens per round, overrides only the accept
-    decision. capture_seconds, capture_mib: what capturing the frames at start-up may take.
+    sets the number of drafts, total - 1. draft_weights: "auto" rounds an EAGLE-3 head to 4 bits where the target's
+    weights are packed so (GGUF on a CPU), which costs no exactness; "dense" keeps it. synthetic_acceptance: mean tokens
+    per round, overrides only the accept decision. capture_seconds, capture_mib: what capturing frames may take.
     window_pages: pages for layers with a sliding window; by default what is always enough, more keep more prefixes.
     saved_states: states of recurrent layers that are kept for prefix hits, a tenth of the memory for pages by default;
     state_interval: tokens between two of them, a multiple of page_size and 16.
@@ -222,6 +223,7 @@ class LLMConfig:
     draft: Any = None
     num_drafts: int | None = None
     draft_tree: dict[str, int] | None = None
+    draft_weights: str = "auto"
     draft_options: dict[str, Any] = field(default_factory=dict)
     device: str = "auto"
     dtype: str = "auto"
@@ -278,6 +280,8 @@ class LLMConfig:
             raise ConfigError(f"dtype={self.dtype!r} must be one of {', '.join(DTYPES)}")
         if self.load_format not in ("auto", "dummy"):
             raise ConfigError(f"load_format={self.load_format!r} must be auto or dummy")
+        if self.draft_weights not in ("auto", "dense"):
+            raise ConfigError(f"draft_weights={self.draft_weights!r} must be auto or dense")
         if self.verifier not in ("chain", "block"):
             raise ConfigError(f"verifier={self.verifier!r} must be chain or block")
         if self.num_drafts is not None:
@@ -353,7 +357,7 @@ _KINDS: tuple[tuple[tuple[type, ...], str, tuple[str, ...]], ...] = (
     ),
     ((int, float), "a number", ("synthetic_acceptance",)),
     ((str, os.PathLike), "text or a path", ("model", "tokenizer")),
-    ((str,), "text", ("device", "dtype", "load_format", "revision")),
+    ((str,), "text", ("device", "dtype", "draft_weights", "load_format", "revision")),
     ((bool,), "True or False", ("prefix_cache", "cuda_graphs", "adaptive", "confidence_schedule", "prompt_embeds")),
     ((Mapping,), "a mapping of option names to values", ("draft_options", "draft_tree")),
 )  # fmt: skip

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from slipstream.draft.options import SCHEDULE_HELP, TREE_HELP, tree_values
+from slipstream.draft.options import SCHEDULE_HELP, TREE_HELP, WEIGHTS_HELP, tree_values
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.types import MAX_DRAFTS, SamplingParams
 
@@ -20,6 +20,7 @@ ENGINE_OPTIONS = (
     "draft",
     "num_drafts",
     "draft_tree",
+    "draft_weights",
     "adaptive",
     "confidence_schedule",
     "device",
@@ -67,6 +68,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--num-drafts", type=int, metavar="K", help=f"drafts per round, at most {MAX_DRAFTS}")
     group.add_argument("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
+    group.add_argument("--draft-weights", choices=("auto", "dense"), help=WEIGHTS_HELP)
     group.add_argument(
         "--adaptive", action="store_true", default=None, help="draft only as much as pays, up to --num-drafts, or not"
     )

@@ -45,7 +45,8 @@ class HeadDrafter(Protocol):
         """Its weights beside `target`; values: config.json. seed: random weights (load_format=dummy) with it.
 
         The result has `config` (a ModelConfig: layers, KV heads and head size of its cache) and `dtype`; `max_drafts`
-        where it has a number of drafts of its own. The class may have `options`: names of draft_options that it takes.
+        where it has a number of drafts of its own. The class may have `options`: names of draft_options that it takes,
+        and `packs`: `load` then takes packed=True, and rounds weights to 4 bits.
         """
 
     def __call__(
@@ -68,11 +69,19 @@ OWN = "mtp"
 
 
 def load_head(
-    source: str, target: Any, *, home: Path, revision: str | None = None, load_format: str = "auto", seed: int = 0
+    source: str,
+    target: Any,
+    *,
+    home: Path,
+    revision: str | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
+    dense: bool = False,
 ) -> Head | None:
     """The head that `source` (as in `load_model`) holds, beside the target model; None when it is a language model.
 
-    home: where the target came from; source "mtp" means the head there.
+    home: where the target came from; source "mtp" means the head there. dense: weights stay as wide as the target's
+    activations; otherwise they are rounded to 4 bits beside a target whose own are packed.
     """
     path = home if source == OWN else resolve_source(source, revision, draft=True)
     if path.suffix == ".gguf":
@@ -87,7 +96,9 @@ def load_head(
     if kind is None:
         return None
     cls = drafter_class(kind)
-    model = cls.load(folder, values, target, seed=seed if load_format == "dummy" else None)
+    packed = getattr(cls, "packs", False) and getattr(target, "packed", False) and not dense
+    more = {"packed": True} if packed else {}
+    model = cls.load(folder, values, target, seed=seed if load_format == "dummy" else None, **more)
     return Head(drafter=cls, model=model, tree=_named(TREES[kind]) if kind in TREES else None)
 
 

@@ -21,8 +21,9 @@ from slipstream.errors import ConfigError, ModelLoadError
 from slipstream.models.config import ModelConfig
 from slipstream.models.dummy import DummyTensors
 from slipstream.models.layers import Embedding, RMSNorm, swiglu
-from slipstream.models.linear import Dense, Linear, PackedInt8
+from slipstream.models.linear import Dense, Linear, PackedInt4, PackedInt8
 from slipstream.models.rope import RotaryTable
+from slipstream.models.rounding import Rounded, round_int4
 from slipstream.models.weights import WeightBuilder, WeightSource
 
 if TYPE_CHECKING:
@@ -58,8 +59,16 @@ class EagleLayer:
         self.down = weights.linear(p + "mlp.down_proj", c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
 
     def forward(
-        self, e_RH: Tensor, x_RH: Tensor, rotary: RotaryTable, cos: Tensor, sin: Tensor, attn: AttentionContext
+        self,
+        e_RH: Tensor,
+        x_RH: Tensor,
+        rotary: RotaryTable,
+        cos: Tensor,
+        sin: Tensor,
+        attn: AttentionContext,
+        wanted_B: Tensor | None = None,
     ) -> Tensor:
+        """wanted_B: the rows whose result is wanted [B]; of the others only keys and values are made."""
         joined, residual_RH = self.joined(e_RH, x_RH)
         rows, rotated = x_RH.shape[0], self.heads + self.kv_heads
         qkv = self.qkv(joined).view(rows, rotated + self.kv_heads, self.head_dim)
@@ -67,7 +76,12 @@ class EagleLayer:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotary.rotate(q, cos, sin), rotary.rotate(k, cos, sin)
-        x_RH = self.o(attn.attend(self.layer, q, k, v).reshape(rows, -1)).add_(residual_RH)
+        o_RF = attn.attend(self.layer, q, k, v).reshape(rows, -1)
+        if wanted_B is not None:
+            if not wanted_B.shape[0]:
+                return residual_RH[:0]
+            o_RF, residual_RH = o_RF[wanted_B], residual_RH[wanted_B]
+        x_RH = self.o(o_RF).add_(residual_RH)
         return self.down(swiglu(self.gate_up(self.post_norm(x_RH)))).add_(x_RH)
 
     def joined(self, e_RH: Tensor, x_RH: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,14 +104,21 @@ class Eagle3Model:
 
     reads_hidden = False
 
-    def __init__(self, config: Eagle3Config, source: WeightSource, target: Any, id_D: Tensor | None) -> None:
-        """target: the target model; embedding and head that the checkpoint leaves out, or repeats, are its own."""
+    def __init__(
+        self, config: Eagle3Config, source: WeightSource, target: Any, id_D: Tensor | None, *, packed: bool = False
+    ) -> None:
+        """target: the target model; embedding and head that the checkpoint leaves out, or repeats, are its own.
+
+        packed: matrices are rounded to 4 bits, beside a target whose own are packed.
+        """
         self.device, self.dtype, self.taps, self.id_D = target.device, target.dtype, config.taps, id_D
         names, eps = source.names(), config.layers.rms_norm_eps
         c = replace(config.layers, qk_norm="layers.0.self_attn.q_norm.weight" in names)
         self.config, self.feeds_norm = c, config.feeds_norm
         self.vocab_size = c.vocab_size
-        weights = WeightBuilder(source, device=self.device, dtype=self.dtype)
+        self.packed = packed
+        source = Rounded(source) if packed else source
+        weights = WeightBuilder(source, device=self.device, dtype=self.dtype, packed=packed)
         wide = config.target_hidden_size * len(config.taps)
         self.tap_norms, self.input_norm = _feature_norms(weights, names, config, eps)
         self.fc = weights.linear("fc", c.hidden_size, wide, bias="fc.bias" in names)
@@ -110,7 +131,7 @@ class Eagle3Model:
         ]  # fmt: skip
         self.norm = weights.norm("norm.weight", c.hidden_size, eps)
         self.embed = _embedding(weights, names, config, target)
-        self.head = _head(weights, names, config, target, self.id_D)
+        self.head = _head(weights, names, config, target, self.id_D, packed)
         weights.finish(_DERIVED)
 
     def rotary(self, positions: int) -> RotaryTable:
@@ -125,13 +146,19 @@ class Eagle3Model:
         return self.fc(joined if self.input_norm is None else self.input_norm(joined))
 
     def forward(
-        self, token_R: Tensor, x_RH: Tensor, pos_R: Tensor, rotary: RotaryTable, attn: AttentionContext
+        self,
+        token_R: Tensor,
+        x_RH: Tensor,
+        pos_R: Tensor,
+        rotary: RotaryTable,
+        attn: AttentionContext,
+        wanted_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """What the next step reads [R, H], and what the head reads [R, H]. x_RH: g, or the last step's state."""
         e_RH = self.embed(token_R)
         cos, sin = rotary.at(pos_R)
         for layer in self.layers:
-            x_RH = layer.forward(e_RH, x_RH, rotary, cos, sin, attn)
+            x_RH = layer.forward(e_RH, x_RH, rotary, cos, sin, attn, wanted_B if layer is self.layers[-1] else None)
         normed_RH = self.norm(x_RH)
         return normed_RH if self.feeds_norm else x_RH, normed_RH
 
@@ -156,26 +183,29 @@ class Eagle3Model:
         return self.fc.bytes()
 
 
-def load_eagle3(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None = None) -> Eagle3Model:
+def load_eagle3(
+    folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None = None, packed: bool = False
+) -> Eagle3Model:
     """The head in `folder`, whose config.json holds `values`, in the target's type and on its device.
 
-    seed: random weights with it instead of the folder's, in the official layout.
+    seed: random weights with it instead of the folder's, in the official layout. packed: rounded to 4 bits.
     Raises ModelLoadError that names a missing, extra or misshapen tensor, ConfigError for a key that does not fit.
     """
     config = parse_eagle3(values, target.config)
     if seed is not None:
-        return dummy_eagle3(config, target, seed=seed)
+        return dummy_eagle3(config, target, seed=seed, packed=packed)
     with torch.inference_mode():
         table = TensorTable(read_tensors(folder), _canonical)
-        return Eagle3Model(config, table, target, draft_ids(table, config, target.device))
+        return Eagle3Model(config, table, target, draft_ids(table, config, target.device), packed=packed)
 
 
-def dummy_eagle3(config: Eagle3Config, target: Any, *, seed: int) -> Eagle3Model:
+def dummy_eagle3(config: Eagle3Config, target: Any, *, seed: int, packed: bool = False) -> Eagle3Model:
     """A head of random weights in the official layout; its draft vocabulary is the lowest ids."""
     small, device = config.draft_vocab_size, target.device
     with torch.inference_mode():
         id_D = None if small == config.layers.vocab_size else torch.arange(small, device=device)
-        return Eagle3Model(config, DummyTensors(_official_shapes(config), seed=seed, device=device), target, id_D)
+        tensors = DummyTensors(_official_shapes(config), seed=seed, device=device)
+        return Eagle3Model(config, tensors, target, id_D, packed=packed)
 
 
 def _official_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -255,10 +285,12 @@ def _embedding(weights: WeightBuilder, names: set[str], config: Eagle3Config, ta
     return own
 
 
-def _head(weights: WeightBuilder, names: set[str], config: Eagle3Config, target: Any, id_D: Tensor | None) -> Linear:
+def _head(
+    weights: WeightBuilder, names: set[str], config: Eagle3Config, target: Any, id_D: Tensor | None, packed: bool
+) -> Linear:
     c = config.layers
     if "lm_head.weight" not in names and c.hidden_size == config.target_hidden_size:
-        return target.head if id_D is None else _rows_of(target.head, id_D)
+        return target.head if id_D is None else _rows_of(target.head, id_D, packed)
     own = weights.linear("lm_head", config.draft_vocab_size, c.hidden_size, bias="lm_head.bias" in names)
     if isinstance(own, Dense) and own.bias_N is None and isinstance(target.head, Dense) and id_D is None:
         if target.head.bias_N is None and _same(own.weight_NK, target.head.weight_NK):
@@ -270,10 +302,11 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
     return ours.shape == theirs.shape and torch.equal(ours, theirs)
 
 
-def _rows_of(head: Linear, id_D: Tensor) -> Dense:
-    """The target's head for some of its tokens."""
+def _rows_of(head: Linear, id_D: Tensor, packed: bool) -> Linear:
+    """The target's head for some of its tokens. packed: rounded to 4 bits, where the shape allows that."""
     if isinstance(head, Dense):
         return Dense(head.weight_NK[id_D], None if head.bias_N is None else head.bias_N[id_D])
     if isinstance(head, PackedInt8):
-        return Dense(head.rows(id_D))
+        rows_DH = head.rows(id_D)
+        return PackedInt4.pack(round_int4(rows_DH)) if packed and PackedInt4.fits(*rows_DH.shape) else Dense(rows_DH)
     raise ConfigError("the draft has no lm_head.weight, and rows of the model's packed head cannot be taken")

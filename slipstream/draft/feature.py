@@ -65,9 +65,18 @@ class FeatureHead(Protocol):
         ...
 
     def forward(
-        self, token_R: Tensor, x_RH: Tensor, pos_R: Tensor, rotary: RotaryTable, attn: AttentionContext
+        self,
+        token_R: Tensor,
+        x_RH: Tensor,
+        pos_R: Tensor,
+        rotary: RotaryTable,
+        attn: AttentionContext,
+        wanted_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What the next step reads [R, H], and what `logits` reads [R, H]. x_RH: from `fuse`, or the last step's."""
+        """What the next step reads [B, H], and what `logits` reads [B, H], of the rows wanted_B [B], else of all.
+
+        x_RH: from `fuse`, or the last step's. Keys and values of all rows are kept.
+        """
         ...
 
     def logits(self, normed_RH: Tensor) -> Tensor:
@@ -178,7 +187,8 @@ class FeatureDrafter:
                 self.kv, table_SP=view.table_SP, slot_R=view.slot_R, pos_R=cell_R, cache_slot_R=cache_slot_R,
                 heads_per_kv=self.heads_per_kv, first_cell=FIRST_CELL,
             )  # fmt: skip
-        self.model.forward(token_R, self.model.fuse(self._features(view)), view.pos_R, self.rotary, attention)
+        none_B = view.slot_R[:0]
+        self.model.forward(token_R, self.model.fuse(self._features(view)), view.pos_R, self.rotary, attention, none_B)
 
     def extend(self, view: DraftView) -> FirstDraft:
         out = self._learn(view, logits=view.sampled)
@@ -245,10 +255,8 @@ class FeatureDrafter:
         self, token_R: Tensor, x_RH: Tensor, cell_R: Tensor, attention: AttentionContext, last_B: Tensor | None
     ) -> HeadOutput:
         """One pass in plain operations; its output is that of the rows last_B [B], all of them where it is None."""
-        state_RH, normed_RH = self.model.forward(token_R, x_RH, cell_R - FIRST_CELL, self.rotary, attention)
-        if last_B is not None:
-            state_RH, normed_RH = state_RH[last_B], normed_RH[last_B]
-        return HeadOutput(state_BH=state_RH, logits_BD=self.model.logits(normed_RH))
+        state_BH, normed_BH = self.model.forward(token_R, x_RH, cell_R - FIRST_CELL, self.rotary, attention, last_B)
+        return HeadOutput(state_BH=state_BH, logits_BD=self.model.logits(normed_BH))
 
     def _choose(self, out: HeadOutput, view: DraftView, step: int) -> tuple[Tensor, Tensor | None]:
         if out.token_B is not None and not view.sampled:

@@ -148,11 +148,18 @@ class MTPModel:
         return hidden_RH
 
     def forward(
-        self, token_R: Tensor, x_RH: Tensor, pos_R: Tensor, rotary: RotaryTable, attn: AttentionContext
+        self,
+        token_R: Tensor,
+        x_RH: Tensor,
+        pos_R: Tensor,
+        rotary: RotaryTable,
+        attn: AttentionContext,
+        wanted_B: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [R, H] after the head's norm, for the next step and for `logits`. x_RH: those of the last."""
         cos, sin = rotary.at(pos_R)
-        normed_RH = self.norm(self.block.forward(self.fc(self._joined(token_R, x_RH)), rotary, cos, sin, attn))
+        x_RH = self.block.forward(self.fc(self._joined(token_R, x_RH)), rotary, cos, sin, attn)
+        normed_RH = self.norm(x_RH if wanted_B is None else x_RH[wanted_B])
         return normed_RH, normed_RH
 
     def _joined(self, token_R: Tensor, x_RH: Tensor) -> Tensor:

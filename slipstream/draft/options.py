@@ -11,6 +11,8 @@ TREE_HELP = (
 
 SCHEDULE_HELP = "verify only the drafts that pay, by a DSpark draft's confidences and by what frames cost here"
 
+WEIGHTS_HELP = "dense: keep an EAGLE-3 head's weights; by default they get 4 bits beside a model packed so on a CPU"
+
 
 def tree_values(text: str) -> dict[str, int]:
     """ "4,4,16" as the option draft_tree. Raises ConfigError for anything but three whole numbers."""

@@ -41,6 +41,7 @@ class Decoder:
         self.config: ModelConfig = config
         self.device: torch.device = weights.device
         self.dtype: torch.dtype = weights.dtype
+        self.packed: bool = weights.packed
         table = config.prefix + "embed_tokens.weight"
         self.embed = weights.embedding(table, config.vocab_size, config.hidden_size, tied=config.tie_word_embeddings)
         self.blocks = [self.block(config, weights, i) for i in range(config.num_layers)]

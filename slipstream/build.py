@@ -257,7 +257,7 @@ def _weights_of(head: Head | None, draft: LoadedModel | None) -> str | None:
         return draft.weights
     if head is None:
         return None
-    return "rounded to 4 bits, packed" if getattr(head.model, "packed", False) else str(head.model.dtype)[6:]
+    return "rounded to 8 bits" if getattr(head.model, "rounded", False) else str(head.model.dtype)[6:]
 
 
 def _lookahead(num_drafts: int, shape: TreeShape | None) -> int:

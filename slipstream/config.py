@@ -198,7 +198,7 @@ class LLMConfig:
     draft may also be a Drafter factory (tests and benchmarks): called with slots, max_drafts, max_len, device, and
     with draft_tree its shape. draft_options go to the drafter (n-gram: min_n, max_n, gate; suffix: depth, factor,
     offset, min_prob). draft_tree: dict(topk=, levels=, total=), a tree instead of a chain of drafts (draft/tree.py); it
-    sets the number of drafts, total - 1. draft_weights: "auto" rounds an EAGLE-3 head to 4 bits where the target's
+    sets the number of drafts, total - 1. draft_weights: "auto" rounds an EAGLE-3 head to 8 bits where the target's
     weights are packed so (GGUF on a CPU), which costs no exactness; "dense" keeps it. synthetic_acceptance: mean tokens
     per round, overrides only the accept decision. capture_seconds, capture_mib: what capturing frames may take.
     window_pages: pages for layers with a sliding window; by default what is always enough, more keep more prefixes.

@@ -46,7 +46,7 @@ class HeadDrafter(Protocol):
 
         The result has `config` (a ModelConfig: layers, KV heads and head size of its cache) and `dtype`; `max_drafts`
         where it has a number of drafts of its own. The class may have `options`: names of draft_options that it takes,
-        and `packs`: `load` then takes packed=True, and rounds weights to 4 bits.
+        and `rounds`: `load` then takes rounded=True, and keeps weights with 8 bits.
         """
 
     def __call__(
@@ -81,7 +81,7 @@ def load_head(
     """The head that `source` (as in `load_model`) holds, beside the target model; None when it is a language model.
 
     home: where the target came from; source "mtp" means the head there. dense: weights stay as wide as the target's
-    activations; otherwise they are rounded to 4 bits beside a target whose own are packed.
+    activations; otherwise they are rounded to 8 bits beside a target whose own are packed.
     """
     path = home if source == OWN else resolve_source(source, revision, draft=True)
     if path.suffix == ".gguf":
@@ -96,8 +96,8 @@ def load_head(
     if kind is None:
         return None
     cls = drafter_class(kind)
-    packed = getattr(cls, "packs", False) and getattr(target, "packed", False) and not dense
-    more = {"packed": True} if packed else {}
+    rounded = getattr(cls, "rounds", False) and getattr(target, "packed", False) and not dense
+    more = {"rounded": True} if rounded else {}
     model = cls.load(folder, values, target, seed=seed if load_format == "dummy" else None, **more)
     return Head(drafter=cls, model=model, tree=_named(TREES[kind]) if kind in TREES else None)
 

@@ -13,10 +13,10 @@ from slipstream.draft.feature import FeatureDrafter
 class Eagle3Drafter(FeatureDrafter):
     """A chain from an `Eagle3Model`."""
 
-    packs = True
+    rounds = True
 
     @staticmethod
     def load(
-        folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None = None, packed: bool = False
+        folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None = None, rounded: bool = False
     ) -> Eagle3Model:
-        return load_eagle3(folder, values, target, seed=seed, packed=packed)
+        return load_eagle3(folder, values, target, seed=seed, rounded=rounded)

@@ -21,9 +21,8 @@ from slipstream.errors import ConfigError, ModelLoadError
 from slipstream.models.config import ModelConfig
 from slipstream.models.dummy import DummyTensors
 from slipstream.models.layers import Embedding, RMSNorm, swiglu
-from slipstream.models.linear import Dense, Linear, PackedInt4, PackedInt8
+from slipstream.models.linear import Dense, Int8Rows, Linear, PackedInt8
 from slipstream.models.rope import RotaryTable
-from slipstream.models.rounding import Rounded, round_int4
 from slipstream.models.weights import WeightBuilder, WeightSource
 
 if TYPE_CHECKING:
@@ -105,20 +104,19 @@ class Eagle3Model:
     reads_hidden = False
 
     def __init__(
-        self, config: Eagle3Config, source: WeightSource, target: Any, id_D: Tensor | None, *, packed: bool = False
+        self, config: Eagle3Config, source: WeightSource, target: Any, id_D: Tensor | None, *, rounded: bool = False
     ) -> None:
         """target: the target model; embedding and head that the checkpoint leaves out, or repeats, are its own.
 
-        packed: matrices are rounded to 4 bits, beside a target whose own are packed.
+        rounded: matrices get 8 bits, beside a target whose own are packed.
         """
         self.device, self.dtype, self.taps, self.id_D = target.device, target.dtype, config.taps, id_D
         names, eps = source.names(), config.layers.rms_norm_eps
         c = replace(config.layers, qk_norm="layers.0.self_attn.q_norm.weight" in names)
         self.config, self.feeds_norm = c, config.feeds_norm
         self.vocab_size = c.vocab_size
-        self.packed = packed
-        source = Rounded(source) if packed else source
-        weights = WeightBuilder(source, device=self.device, dtype=self.dtype, packed=packed)
+        self.rounded = rounded
+        weights = WeightBuilder(source, device=self.device, dtype=self.dtype, rounded=rounded)
         wide = config.target_hidden_size * len(config.taps)
         self.tap_norms, self.input_norm = _feature_norms(weights, names, config, eps)
         self.fc = weights.linear("fc", c.hidden_size, wide, bias="fc.bias" in names)
@@ -131,7 +129,7 @@ class Eagle3Model:
         ]  # fmt: skip
         self.norm = weights.norm("norm.weight", c.hidden_size, eps)
         self.embed = _embedding(weights, names, config, target)
-        self.head = _head(weights, names, config, target, self.id_D, packed)
+        self.head = _head(weights, names, config, target, self.id_D, rounded)
         weights.finish(_DERIVED)
 
     def rotary(self, positions: int) -> RotaryTable:
@@ -184,28 +182,28 @@ class Eagle3Model:
 
 
 def load_eagle3(
-    folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None = None, packed: bool = False
+    folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None = None, rounded: bool = False
 ) -> Eagle3Model:
     """The head in `folder`, whose config.json holds `values`, in the target's type and on its device.
 
-    seed: random weights with it instead of the folder's, in the official layout. packed: rounded to 4 bits.
+    seed: random weights with it instead of the folder's, in the official layout. rounded: to 8 bits.
     Raises ModelLoadError that names a missing, extra or misshapen tensor, ConfigError for a key that does not fit.
     """
     config = parse_eagle3(values, target.config)
     if seed is not None:
-        return dummy_eagle3(config, target, seed=seed, packed=packed)
+        return dummy_eagle3(config, target, seed=seed, rounded=rounded)
     with torch.inference_mode():
         table = TensorTable(read_tensors(folder), _canonical)
-        return Eagle3Model(config, table, target, draft_ids(table, config, target.device), packed=packed)
+        return Eagle3Model(config, table, target, draft_ids(table, config, target.device), rounded=rounded)
 
 
-def dummy_eagle3(config: Eagle3Config, target: Any, *, seed: int, packed: bool = False) -> Eagle3Model:
+def dummy_eagle3(config: Eagle3Config, target: Any, *, seed: int, rounded: bool = False) -> Eagle3Model:
     """A head of random weights in the official layout; its draft vocabulary is the lowest ids."""
     small, device = config.draft_vocab_size, target.device
     with torch.inference_mode():
         id_D = None if small == config.layers.vocab_size else torch.arange(small, device=device)
         tensors = DummyTensors(_official_shapes(config), seed=seed, device=device)
-        return Eagle3Model(config, tensors, target, id_D, packed=packed)
+        return Eagle3Model(config, tensors, target, id_D, rounded=rounded)
 
 
 def _official_shapes(config: Eagle3Config) -> dict[str, tuple[int, ...]]:
@@ -286,11 +284,11 @@ def _embedding(weights: WeightBuilder, names: set[str], config: Eagle3Config, ta
 
 
 def _head(
-    weights: WeightBuilder, names: set[str], config: Eagle3Config, target: Any, id_D: Tensor | None, packed: bool
+    weights: WeightBuilder, names: set[str], config: Eagle3Config, target: Any, id_D: Tensor | None, rounded: bool
 ) -> Linear:
     c = config.layers
     if "lm_head.weight" not in names and c.hidden_size == config.target_hidden_size:
-        return target.head if id_D is None else _rows_of(target.head, id_D, packed)
+        return target.head if id_D is None else _rows_of(target.head, id_D, rounded)
     own = weights.linear("lm_head", config.draft_vocab_size, c.hidden_size, bias="lm_head.bias" in names)
     if isinstance(own, Dense) and own.bias_N is None and isinstance(target.head, Dense) and id_D is None:
         if target.head.bias_N is None and _same(own.weight_NK, target.head.weight_NK):
@@ -302,11 +300,11 @@ def _same(ours: Tensor, theirs: Tensor) -> bool:
     return ours.shape == theirs.shape and torch.equal(ours, theirs)
 
 
-def _rows_of(head: Linear, id_D: Tensor, packed: bool) -> Linear:
-    """The target's head for some of its tokens. packed: rounded to 4 bits, where the shape allows that."""
+def _rows_of(head: Linear, id_D: Tensor, rounded: bool) -> Linear:
+    """The target's head for some of its tokens; rounded: with 8 bits."""
     if isinstance(head, Dense):
         return Dense(head.weight_NK[id_D], None if head.bias_N is None else head.bias_N[id_D])
     if isinstance(head, PackedInt8):
         rows_DH = head.rows(id_D)
-        return PackedInt4.pack(round_int4(rows_DH)) if packed and PackedInt4.fits(*rows_DH.shape) else Dense(rows_DH)
+        return Int8Rows.round(rows_DH) if rounded and Int8Rows.fits(rows_DH.shape[1]) else Dense(rows_DH)
     raise ConfigError("the draft has no lm_head.weight, and rows of the model's packed head cannot be taken")

@@ -11,7 +11,7 @@ TREE_HELP = (
 
 SCHEDULE_HELP = "verify only the drafts that pay, by a DSpark draft's confidences and by what frames cost here"
 
-WEIGHTS_HELP = "dense: keep an EAGLE-3 head's weights; by default they get 4 bits beside a model packed so on a CPU"
+WEIGHTS_HELP = "dense: keep an EAGLE-3 head's weights; by default they get 8 bits beside packed 4-bit ones on a CPU"
 
 
 def tree_values(text: str) -> dict[str, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.errors import ModelLoadError
 from slipstream.models.blocks import Int4Blocks, Int8Blocks
 from slipstream.models.layers import Embedding, PackedEmbedding, RMSNorm
-from slipstream.models.linear import Columns, Dense, Linear, PackedInt4, PackedInt8
+from slipstream.models.linear import Columns, Dense, Int8Rows, Linear, PackedInt4, PackedInt8
 
 _CHUNK = 1 << 23  # values converted at a time, so that float32 intermediates stay small
 
@@ -53,13 +53,23 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 class WeightBuilder:
     """Hands a model its layers, in its dtype and on its device, and checks that names and shapes fit.
 
-    packed: keep 4-bit weights, and an 8-bit head, packed (CPU, bf16 activations). Rows that a model fuses
+    packed: keep 4-bit weights, and an 8-bit head, packed (CPU, bf16 activations). rounded: matrices that are not kept
+    packed get 8 bits (likewise); for drafts, where that costs acceptance and never a token. Rows that a model fuses
     (q, k, v or gate, up) are written straight into one tensor, so no weight is ever held twice.
     """
 
-    def __init__(self, source: WeightSource, *, device: torch.device, dtype: torch.dtype, packed: bool = False) -> None:
-        assert not packed or (device.type == "cpu" and dtype == torch.bfloat16), "packed is bf16 on the CPU"
-        self.source, self.device, self.dtype, self.packed = source, device, dtype, packed
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        packed: bool = False,
+        rounded: bool = False,
+    ) -> None:
+        narrow = packed or rounded
+        assert not narrow or (device.type == "cpu" and dtype == torch.bfloat16), "packed is bf16 on the CPU"
+        self.source, self.device, self.dtype, self.packed, self.rounded = source, device, dtype, packed, rounded
         self._names = source.names()
         self._read: set[str] = set()
 
@@ -110,7 +120,7 @@ class WeightBuilder:
         if all(packs):
             return PackedInt4.pack(Int4Blocks.concat([self._int4(name) for name in weights]), bias_N)
         if not any(packs):
-            return Dense(self._dense(weights, (sum(sizes), columns)), bias_N)
+            return self._product(weights, (sum(sizes), columns), bias_N)
         parts: list[Linear] = []
         start = 0
         for name, n, packed in zip(weights, sizes, packs, strict=True):
@@ -119,7 +129,7 @@ class WeightBuilder:
             if packed:
                 parts.append(PackedInt4.pack(self._int4(name), part_bias))
             else:
-                parts.append(Dense(self._dense([name], (n, columns)), part_bias))
+                parts.append(self._product([name], (n, columns), part_bias))
         return Columns(parts)
 
     def finish(self, ignore: Sequence[str] = (), parts: Sequence[str] = ()) -> None:
@@ -146,6 +156,12 @@ class WeightBuilder:
         blocks = self.source.read_packed(name)
         assert isinstance(blocks, Int4Blocks)
         return blocks
+
+    def _product(self, names: Sequence[str], shape: tuple[int, int], bias_N: Tensor | None) -> Linear:
+        weight_NK = self._dense(names, shape)
+        return (
+            Int8Rows.round(weight_NK, bias_N) if self.rounded and Int8Rows.fits(shape[1]) else Dense(weight_NK, bias_N)
+        )
 
     def _packed_head(self, name: str) -> PackedInt8 | None:
         if not self.packed or self.source.packed_kind(name) != "int8":

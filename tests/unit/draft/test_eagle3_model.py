@@ -93,7 +93,7 @@ def features(tensors: dict[str, Tensor], taps: list[Tensor]) -> Tensor:
     return joined @ t["fc.weight"].T + t.get("fc.bias", torch.zeros(H, dtype=torch.float64))
 
 
-def make(variant: str, dtype: torch.dtype) -> tuple[Eagle3Model, dict[str, Tensor], dict[str, Any]]:
+def make(variant: str, dtype: torch.dtype, **options: bool) -> tuple[Eagle3Model, dict[str, Tensor], dict[str, Any]]:
     shape, changes = VARIANTS[variant]
     tensors = head_tensors(hidden=H, vocab=V, own_embedding=True, **shape)
     flat = head_values(hidden=H, vocab=V, draft_vocab=shape.get("draft_vocab"), **changes)
@@ -103,7 +103,7 @@ def make(variant: str, dtype: torch.dtype) -> tuple[Eagle3Model, dict[str, Tenso
     values["speculators_model_type"] = "eagle3"
     target = stand_in_target(hidden=H, vocab=V, layers=4, dtype=dtype)
     config, table = parse_eagle3(values, target.config), TensorTable(tensors)
-    return Eagle3Model(config, table, target, draft_ids(table, config, target.device)), tensors, flat
+    return Eagle3Model(config, table, target, draft_ids(table, config, target.device), **options), tensors, flat
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -120,6 +120,34 @@ def test_formula(variant: str) -> None:
         # The rotary table rounds its frequencies to float32, as reference implementations do.
         torch.testing.assert_close(state, want_state, atol=2e-6, rtol=1e-6)
         torch.testing.assert_close(head.logits(normed), want_logits, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rows_that_nobody_wants_leave_the_others_as_they_are(variant: str) -> None:
+    torch.manual_seed(1)
+    with torch.inference_mode():
+        head, _, _ = make(variant, torch.float64)
+        token, at = torch.randint(0, V, (ROWS,)), torch.arange(ROWS)
+        x = head.fuse([torch.randn(ROWS, H, dtype=torch.float64) for _ in range(2)])
+        whole = head.forward(token, x, at, head.rotary(32), DenseCausal(at))
+        for wanted in ([3, 0, 10], []):
+            part = head.forward(token, x, at, head.rotary(32), DenseCausal(at), torch.tensor(wanted, dtype=torch.int64))
+            for some, every in zip(part, whole, strict=True):
+                torch.testing.assert_close(some, every[wanted], atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_rounded_to_8_bits(variant: str) -> None:
+    torch.manual_seed(2)
+    with torch.inference_mode():
+        (exact, _, _), (rounded, _, _) = make(variant, torch.bfloat16), make(variant, torch.bfloat16, rounded=True)
+        assert rounded.pass_bytes() < 0.6 * exact.pass_bytes()
+        token, at = torch.randint(0, V, (ROWS,)), torch.arange(ROWS)
+        taps = [torch.randn(ROWS, H, dtype=torch.bfloat16) for _ in range(2)]
+        want, got = (
+            h.logits(h.forward(token, h.fuse(taps), at, h.rotary(32), DenseCausal(at))[1]) for h in (exact, rounded)
+        )
+        assert 0 < (got - want).norm() < 0.06 * want.norm()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from slipstream.models.blocks import Int4Blocks, Int8Blocks
 from slipstream.models.layers import RMSNorm, swiglu
-from slipstream.models.linear import Columns, Dense, Linear, PackedInt4, PackedInt8
+from slipstream.models.linear import Columns, Dense, Int8Rows, Linear, PackedInt4, PackedInt8
 
 ROW_COUNTS = (2, 3, 4, 5, 6, 7, 8, 16, 31, 64, 200)
 BF16_EPS = 2.0**-8
@@ -126,6 +126,23 @@ def test_rms_norm(size: int) -> None:
     got = RMSNorm(wb, 1e-5)(xb)
     assert got.is_contiguous()
     torch.testing.assert_close(got.double(), exact, atol=1e-6, rtol=BF16_EPS)
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (48, 96), (4100, 64)])
+def test_rows_rounded_to_8_bits(shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16()
+    weight[2] = 0
+    x, bias = inputs(5, shape[1]), torch.randn(shape[0]).bfloat16()
+    layer = Int8Rows.round(weight, bias)
+    got, exact = layer(x), x.double() @ weight.double().T + bias.double()
+    assert got.dtype == torch.bfloat16 and torch.equal(got[:, 2], bias[2].expand(5))
+    # Half a step per weight, the scale's own rounding, and two roundings of the result.
+    step_N = weight.double().abs().amax(1) / 127
+    size = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    bound = 0.5 * step_N * x.double().abs().sum(1, keepdim=True) + 3 * BF16_EPS * size
+    assert ((got.double() - exact).abs() <= bound).all()
+    assert layer.bytes() == weight.numel() + 4 * shape[0]
+    assert not Int8Rows.fits(33) and Int8Rows.fits(96)
 
 
 def test_rms_norm_of_heads_and_small_values() -> None:

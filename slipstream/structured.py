@@ -30,7 +30,8 @@ class StructuredOutputsParams:
     json: a JSON schema, a mapping or its text; kept as text. regex: the whole answer matches it (Rust's syntax).
     choice: the answer is one of these. grammar: Lark or GBNF/EBNF text. json_object: any JSON object.
     disable_any_whitespace: JSON without the whitespace that its syntax allows. after: the answer is free until this
-    text has come (the end of a reasoning block), the rest is what the grammar says.
+    text has come (the end of a reasoning block), the rest is what the grammar says. own: the grammar was written here,
+    not by a client; no key of a mapping.
 
     Raises InvalidRequestError with value and limit, UnsupportedError for what is not built.
     """
@@ -42,6 +43,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     after: str = ""
+    own: bool = False
     # Known from other engines, refused by name.
     whitespace_pattern: str | None = None
     disable_fallback: bool = False
@@ -89,7 +91,7 @@ class StructuredOutputsParams:
             raise InvalidRequestError(
                 f"structured_outputs={values!r:.100} must be a mapping or a StructuredOutputsParams"
             )
-        known = {f.name for f in fields(cls)}
+        known = [f.name for f in fields(cls) if f.name != "own"]
         for name in values:
             if name not in known:
                 raise InvalidRequestError(f"structured_outputs: unknown key {name!r:.64}; known: {', '.join(known)}")

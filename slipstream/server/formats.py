@@ -163,7 +163,7 @@ def _forced(
         grammar = call_grammar(kind, tools, tokenizer, several=several, otherwise=spec)
     else:
         raise UnsupportedError(f"tools with a {spec.kind} are not supported; leave one out, or set tool_choice to none")
-    return StructuredOutputsParams(grammar=grammar)
+    return StructuredOutputsParams(grammar=grammar, own=True)
 
 
 def _variables(body: ChatBody) -> dict[str, Any]:

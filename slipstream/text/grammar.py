@@ -23,6 +23,7 @@ import numpy as np
 
 from slipstream.errors import InvalidRequestError, RequestFailedError, SlipstreamError, UnsupportedError
 from slipstream.structured import MaskRows, RoundMasks, StructuredOutputsParams
+from slipstream.text.repeats import check_lark, check_regex, check_schema, may_be_forced, unforced
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Request
 
@@ -31,8 +32,12 @@ COMPILE_SECONDS = 10.0
 MASK_SECONDS = 10.0
 """Most time for the masks of one round."""
 THREADS = 2
+MAX_LOST = 4
+"""Compilations beyond their time that are replaced by new threads."""
 GRAMMAR_FAULT = "the grammar"
 """How every error begins that ends a request in its middle."""
+_GUIDANCE = "x-guidance"
+"""In a schema that stands in a grammar: what its JSON may look like."""
 _STUCK = "NoExtension"  # in an error of the library: no token of the vocabulary goes on
 CACHED = 64
 """Compiled grammars kept; a request takes a copy."""
@@ -76,6 +81,7 @@ class Grammars:
         self._vocabulary: Any = None
         self._pieces: list[bytes] = []
         self._compilers: ThreadPoolExecutor | None = None
+        self._lost: list[Future[Any]] = []
         self._fillers: ThreadPoolExecutor | None = None
 
     # -- for those who take requests -----------------------------------------------------------------------------
@@ -84,9 +90,11 @@ class Grammars:
         """Compile it, blocking. Raises InvalidRequestError if it cannot be compiled in time, UnsupportedError where
         the library or the model's tokenizer is missing."""
         self.require()
+        compiling = self.compiled(spec)
         try:
-            self.compiled(spec).result(self.compile_seconds)
+            compiling.result(self.compile_seconds)
         except FutureTimeout:
+            self._overdue(spec, compiling)
             raise InvalidRequestError(
                 f"structured_outputs: compiling the {spec.kind} takes more than {self.compile_seconds:g} s"
             ) from None
@@ -137,6 +145,17 @@ class Grammars:
                     self._compiled.popitem(last=False)
             self._compiled.move_to_end(key)
         return found
+
+    def _overdue(self, spec: StructuredOutputsParams, compiling: Future[Any]) -> None:
+        """Its time is over: if it never began, it is tried again when asked for; if it runs on, others do without its
+        thread, but for MAX_LOST times."""
+        with self._lock:
+            if compiling.cancel():
+                self._compiled.pop(replace(spec, after=""), None)
+            elif self._compilers is not None and compiling not in self._lost and len(self._lost) < MAX_LOST:
+                self._lost.append(compiling)
+                self._compilers.shutdown(wait=False)
+                self._compilers = None
 
     def submit(self, work: Callable[..., None], *args: Any) -> None:
         """Run it in a thread for masks; a slow compilation does not hold those up."""
@@ -412,19 +431,30 @@ class _Words:
 
 
 def _grammar(library: Any, spec: StructuredOutputsParams) -> str:
-    """The library's own form. Raises ValueError for text that it cannot read."""
+    """The library's own form. Raises ValueError for text that it cannot read, InvalidRequestError for repeats that make
+    too much of it."""
     matcher = library.LLMatcher
     if spec.regex is not None:
-        text = matcher.grammar_from_regex(spec.regex)
-    elif spec.grammar is not None:
+        check_regex("regex", spec.regex)
+        return str(matcher.grammar_from_regex(spec.regex))
+    if spec.grammar is not None:
         lark = re.search(r"^\s*start\s*:(?!:=)", spec.grammar, re.M)
-        text = matcher.grammar_from_lark(spec.grammar) if lark else library.grammar_from("grammar", spec.grammar)
-    elif spec.choice is not None:
-        text = library.grammar_from("choice", json.dumps(spec.choice))
-    else:
-        flexible = {"whitespace_flexible": not spec.disable_any_whitespace}
-        text = matcher.grammar_from_json_schema(spec.json or '{"type": "object"}', overrides=flexible)
-    return str(text)
+        text = spec.grammar if lark else str(library.grammar_from("grammar", spec.grammar))
+        check_lark("grammar", text)
+        text = text if spec.own and _GUIDANCE not in text else unforced(text)
+        return str(matcher.grammar_from_lark(text))
+    if spec.choice is not None:
+        return str(library.grammar_from("choice", json.dumps(spec.choice)))
+    text = spec.json or '{"type": "object"}'
+    schema = json.loads(text)
+    check_schema("json", schema)
+    made = str(
+        matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": not spec.disable_any_whitespace})
+    )
+    if spec.disable_any_whitespace and not may_be_forced(schema):
+        inner = json.loads(made)["grammars"][0]["json_schema"]
+        return str(matcher.grammar_from_lark(unforced(f"start: %json {json.dumps(inner)}")))
+    return made
 
 
 def _short(error: object) -> str:

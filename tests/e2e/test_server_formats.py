@@ -203,6 +203,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"response_format": FORMAT, "guided_regex": "a"}, "leave one out"),
     ({"guided_regex": "(a"}, "regex"),
     ({"guided_regex": "a" * 9000}, "limit is 8192"),
+    ({"guided_regex": "a{1000000}"}, "1000000 characters; the limit is 20000"),
     ({"guided_grammar": "start: nothing"}, "grammar"),
     ({"guided_choice": []}, "choice"),
     ({"guided_choice": ["a"] * 2000}, "guided_choice"),

@@ -8,6 +8,7 @@ from typing import Any
 _PARTS = (
     "a", "(a|b)", "[a-z]*", ".*", "(x+x+)+", "a{1000}", r"\d+", "(?=a)", "(", r"\p{L}", r"[^\x00-\xff]", "(a*)*", "{",
     "^", "$", r"\b", "(?i)abc", ".{0,5000}", "(a|aa)+", "[\u4e00-\u9fff]{50}",
+    "a{9000}",
 )  # fmt: skip
 _GRAMMARS = (
     'start: a\na: b | a "x"\nb: /[a-z]+/', 'start: start start | "a"', 'root ::= root root | "a"',
@@ -16,6 +17,7 @@ _GRAMMARS = (
     "start: @x",
     "%llguidance {}\nstart: /a/", "root ::= " + "(" * 200 + '"a"' + ")" * 200, "start: a\na[max_tokens=5]: /.*/",
     "start: " + " | ".join(f'"x{i}"' for i in range(3000)), 'start: "a" start "b" | ', "root ::= \u0000",
+    'start: "a" b\nb: /x+/ "x"', 'start: A{9000}\nA: "x"{9000}', 'start: a\na: b{9} b{9}\nb: c{9} c{9}\nc: "d"{99}',
 )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("llguidance")
 from slipstream.errors import InvalidRequestError, RequestFailedError, UnsupportedError
 from slipstream.structured import MAX_CHARS, MAX_DEPTH, MaskRows, RoundMasks, StructuredOutputsParams
 from slipstream.text import Tokenizer
-from slipstream.text.grammar import GrammarMasks, Grammars
+from slipstream.text.grammar import THREADS, GrammarMasks, Grammars
 from slipstream.types import Request, SamplingParams
 from tests.support.grammar_kit import EOS, VOCAB, WORDS, write_characters
 from tests.support.hostile_grammars import hostile
@@ -231,6 +231,104 @@ def test_a_slow_grammar_ends_alone(tokenizer: Tokenizer, monkeypatch: pytest.Mon
         assert words(rows(opened(grammars, regex="ab"))[0]) == {"ab"}
     finally:
         held.set()
+
+
+def test_threads_that_do_not_come_back_are_replaced(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every thread compiles something endless: what waits behind is refused in time, and compiled when asked again."""
+    held, build = threading.Event(), Grammars._build
+
+    def slow(self: Grammars, spec: StructuredOutputsParams) -> Any:
+        if str(spec.regex).startswith("slow"):
+            held.wait(60)
+        return build(self, spec)
+
+    monkeypatch.setattr(Grammars, "_build", slow)
+    grammars = Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS], compile_seconds=0.2)
+    grammars.require()
+    stuck = [StructuredOutputsParams(regex=f"slow{i}") for i in range(THREADS)]
+    behind = StructuredOutputsParams(regex="ab")
+    try:
+        for spec in stuck:
+            grammars.compiled(spec)
+        with pytest.raises(InvalidRequestError, match=r"takes more than 0\.2 s"):
+            grammars.check(behind)
+        with pytest.raises(InvalidRequestError, match=r"takes more than 0\.2 s"):
+            grammars.check(stuck[0])
+        grammars.compile_seconds = 20.0
+        grammars.check(behind)
+    finally:
+        held.set()
+
+
+LARGE: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "a{1000000}"}, "make 1000000 characters; the limit is 20000"),
+    ({"regex": "((ab){100}){101}"}, "make 20200 "),
+    ({"regex": r"\{9{9}[{9}]{30000}"}, "make 30010 "),
+    ({"regex": "(?x)a { 20, 30000 }"}, "make 30002 "),
+    ({"regex": "x{" + "9" * 40 + "}"}, "more than"),
+    ({"json": {"type": "string", "pattern": "^(a{300}){300}$"}}, "json: .* 90000 "),
+    ({"json": {"patternProperties": {"b{15000}": {"pattern": "a{15000}"}}}}, "json: .* 30000 "),
+    ({"json": {"type": "array", "items": {"minLength": 10**12}}}, "minLength=1000000000000 is above .* 2147483647"),
+    ({"grammar": "start: A\nA: B{1000}\nB: C~2..30 | C\nC: \"x\""}, "grammar: .* 31032 "),
+    ({"grammar": "start: a\na: /b{99999}/"}, "grammar: .* 99999 "),
+    ({"grammar": 'start: "x" a\na: %json {"pattern": "a{99999}"}'}, "grammar: .* 99999 "),
+    ({"grammar": 'root ::= a{200}\na ::= "ab"{200} | [x]'}, "grammar: .* "),
+    ({"grammar": 'start: a\na: %json {"maxItems": 1e99}'}, "grammar: maxItems=1e.99 is above"),
+    ({"grammar": '%llguidance {"no\\u005fforcing": false}\nstart: /a/'}, "no_forcing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("spec", "says"), LARGE, ids=range(len(LARGE)))
+def test_repeats_are_counted_before_anything_is_compiled(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], says: str
+) -> None:
+    grammars.require()
+    monkeypatch.setattr(grammars._library, "LLMatcher", type("Never", (), {}))
+    with pytest.raises((InvalidRequestError, UnsupportedError), match=says):
+        grammars.check(StructuredOutputsParams(**spec))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"regex": "a{20000}"},
+        {"regex": r"[{99999}]\p{Greek}*|\x{41}b{30}"},
+        {"json": {"type": "array", "items": {"type": "string", "maxLength": 10**6}, "minItems": 10**9}},
+        {"grammar": 'start: a{1000000}\na: "x" | "y" // A: "x"{1000000}'},
+        {"grammar": "start: A{500}\nA: /[ab]/{1,500} B\nB: /c/"},
+    ],
+    ids=str,
+)
+def test_what_is_not_written_out_has_no_such_limit(grammars: Grammars, spec: dict[str, Any]) -> None:
+    grammars.check(StructuredOutputsParams(**spec))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"grammar": 'start: "a" b\nb: /x+/ "x"'},  # without end: the first lexeme takes every x
+        {"grammar": 'start: "a" b{100000}\nb: A\nA: "x"{10000}'},
+        {"json": {"type": "array", "items": {"const": "a" * 9999}, "minItems": 10**6}, "disable_any_whitespace": True},
+    ],
+    ids=range(3),
+)  # fmt: skip
+def test_text_without_a_choice_is_not_followed_for_ever(grammars: Grammars, spec: dict[str, Any]) -> None:
+    masks, outputs = opened(grammars, **spec), list[int]()
+    began = time.process_time()
+    for _ in range(3):
+        row = rows(masks, outputs)[0]
+        outputs = [*outputs, int(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))[-1])]
+    assert time.process_time() - began < 5
+
+
+def test_own_grammars_are_followed_and_no_client_can_say_so(grammars: Grammars) -> None:
+    text = 'start: "{" /"a"/ ":" ("true" | "false")'
+    assert words(rows(opened(grammars, grammar=text, own=True))[0]) == {'{"'}
+    assert words(rows(opened(grammars, grammar=text))[0]) == {"{", '{"'}
+    answer = 'start: %json {"const": {"a": 1}, "x-guidance": {"whitespace_flexible": false}}'  # a client's schema
+    assert words(rows(opened(grammars, grammar=answer, own=True))[0]) == {"{", '{"'}
+    with pytest.raises(InvalidRequestError, match="unknown key 'own'"):
+        StructuredOutputsParams.of({"grammar": text, "own": True})
 
 
 def test_a_token_against_the_grammar_is_an_error_of_the_request(grammars: Grammars) -> None:

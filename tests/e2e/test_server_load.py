@@ -24,13 +24,12 @@ LEAVING = 0.1
 
 
 class Answer(NamedTuple):
-    """left: the client went in mid-stream. ttft, in seconds; text: what it saw until then. first: of this client."""
+    """left: the client went in mid-stream. ttft, in seconds; text: what it saw until then."""
 
     left: bool
     ttft: float
     text: str
     ended: bool
-    first: bool = False
 
 
 def memory(pid: int) -> int:
@@ -68,11 +67,9 @@ async def load(
     async with httpx.AsyncClient(base_url=server.url, timeout=600, limits=limits) as http:
 
         async def client() -> None:
-            first = True
             for _ in todo:
                 leave = rng.randint(1, 6) if rng.random() < LEAVING else None
-                answers.append((await stream(http, body, leave))._replace(first=first))
-                first = False
+                answers.append(await stream(http, body, leave))
                 at(len(answers))
 
         await asyncio.gather(*(client() for _ in range(clients)))
@@ -121,19 +118,16 @@ def test_64_clients_of_smollm2(draft: str) -> None:
         "prompt": "The river Thames flows through southern England. It rises in Gloucestershire and flows into the",
         "max_tokens": 32, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
-    with RunningServer("--draft", draft, "--max-slots", str(CLIENTS), "--max-model-len", "512") as server:
+    with RunningServer("--draft", draft, "--max-model-len", "512") as server:
         began = time.monotonic()
         answers, kept = run_load(server, body, requests=1000)
         seconds = time.monotonic() - began
-        # All clients begin at once: the last of 64 prompts waits for the others to be read. From then on none should.
-        burst = max(a.ttft for a in answers if a.first)
-        times = sorted(a.ttft for a in answers if not a.first)
+        # Of all requests, those that begin at once too: the server runs 16, the others always wait for their turn.
+        times = sorted(a.ttft for a in answers)
         median, most = times[len(times) // 2], times[-1]
         growth = kept[1000] / kept[200] - 1
         tokens = server.info()["engine"]["counters"]["output_tokens"]
-        print(
-            f"\n{draft}: {seconds:.0f} s, {tokens / seconds:.1f} tokens/s, first token at first {burst:.2f} s at most"
-        )
-        print(f"then median {median:.2f} s, most {most:.2f} s ({most / median:.1f} times), memory {growth:+.2%}")
+        print(f"\n{draft}: {seconds:.0f} s, {tokens / seconds:.1f} tokens/s, memory {growth:+.2%}")
+        print(f"first token: median {median:.2f} s, most {most:.2f} s ({most / median:.2f} times)")
         assert growth < 0.02
         assert most <= 3 * median

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from slipstream import __version__
@@ -234,6 +235,7 @@ def build_app(server: Server, keys: Sequence[str], *, admin: bool = True) -> Any
     app.add_exception_handler(BodyTooLargeError, _too_large)
     app.add_exception_handler(BodyTooSlowError, _too_slow)
     app.add_exception_handler(ClientLeftError, _client_left)
+    app.add_exception_handler(ClientDisconnect, _client_left)  # before its body was here
     app.add_exception_handler(Exception, _internal)
     return Guard(app, keys, server.engine.telemetry)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -359,6 +360,15 @@ def test_a_client_that_leaves_frees_its_slot(server: RunningServer, stream: bool
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
     assert server.idle()["counters"]["finished_abort"] == before + 1
+
+
+def test_a_client_that_leaves_before_its_body_is_no_fault(server: RunningServer) -> None:
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port)) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    line = until(lambda: next((line for line in server.log if '"status": 499' in line), None))
+    number = json.loads(line)["request_id"]
+    assert not [line for line in server.log if number in line and '"level": "error"' in line]
 
 
 # -- overload, keys, and the ends ------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class StubFrame:
     def __init__(self, state: SlotState) -> None:
         self.state = state
         self.logit_stages = LogitStages(state, 1, kernels=False)
-        self.given = GivenRows(state)
+        self.given = GivenRows(state, 1, torch.bfloat16, kernels=False)
         self.kv, self.model = SimpleNamespace(page_size=32), SimpleNamespace(dtype=torch.bfloat16)
         self.ns = 0
 

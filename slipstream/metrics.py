@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.types import FramePlan, FrameResult, SpecStats, TokenEvent
+from slipstream.types import FramePlan, FrameResult, Round, SpecStats, TokenEvent
 
 _FIELDS = ("slots", "rows", "prefill_rows", "emitted", "plan_us", "launch_us", "wait_us", "collect_us")
 
@@ -59,7 +59,10 @@ class Metrics:
 
     def __init__(self, capacity: int = 1024) -> None:
         self.counters: Counter[str] = Counter()
-        self.spec = SpecStats()
+        self.rounds = SpecStats()
+        self.kinds: tuple[Round, ...] = ()
+        self.tally: list[int] = []
+        """How many rounds there were of each of `kinds`, which are not in `rounds`: a frame adds one per slot."""
         self.host_ns = self.wait_ns = 0  # plan + launch + collect, and waiting for results, since the start
         self.busy_ns = self.idle_ns = 0  # of the device, see above
         self.frame_seconds, self.queue_seconds = Histogram(FRAME_SECONDS), Histogram(QUEUE_SECONDS)
@@ -76,6 +79,15 @@ class Metrics:
 
     def count(self, name: str, n: int = 1) -> None:
         self.counters[name] += n
+
+    def tells(self, kinds: tuple[Round, ...]) -> None:
+        """Rounds of these kinds are counted in `tally`."""
+        self.kinds, self.tally = kinds, [0] * len(kinds)
+
+    @property
+    def spec(self) -> SpecStats:
+        """Draft statistics so far."""
+        return self.rounds.with_tally(self.kinds, self.tally)
 
     def arrived(self, at: int, *, alone: bool) -> None:
         """A request came at `at`, perf_counter_ns. alone: the engine had none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -285,6 +285,10 @@ class SpecStats:
 
     def add_rounds(self, rounds: Iterable[Round]) -> None:
         self.counts.update(rounds)
+
+    def with_tally(self, kinds: Sequence[Round], tally: Sequence[int]) -> SpecStats:
+        """These and tally[i] more rounds of each kinds[i]."""
+        return SpecStats(self.counts + Counter(dict(zip(kinds, tally, strict=True))))
 
     @property
     def rounds(self) -> int:

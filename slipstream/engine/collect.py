@@ -6,6 +6,9 @@ prefix cache) once acknowledged; requests without a text side acknowledge at onc
 
 from __future__ import annotations
 
+from itertools import repeat
+
+from slipstream.engine.batch import Queued
 from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Key, Sequence, State
 from slipstream.logprobs import read_tokens
@@ -19,6 +22,9 @@ NOT_FINITE = (
     "token was banned"
 )
 
+_NOTHING_ELSE = (repeat(None),) * (len(TokenEvent._fields) - 5)
+"""finish_reason and what follows it, of an event that only brings tokens."""
+
 
 class Collector:
     """Every request gets exactly one event with a finish reason, whatever ended it."""
@@ -30,15 +36,77 @@ class Collector:
         """Closed since this was last emptied, for their statistics."""
         config = scheduler.config
         self._survivals = config.num_drafts if config.confidence_schedule else 0
+        self._stride = 1 + (config.tree_depth or config.num_drafts)
         self._late = config.confidence_schedule or config.late_counts
 
     def take(self, result: FrameResult) -> list[TokenEvent]:
         """Apply the records of one launch; then release what waited for it."""
+        queued, width, taken = self.scheduler.queued, 0, None
+        if queued and queued[0].launch == result.seq:
+            frame = queued.popleft()
+            width, taken = frame.width, self._take_steady(frame, result)
+        events, rounds = self._take_each(result, width) if taken is None else taken
+        if self.scheduler.adaptive is not None:
+            self.scheduler.adaptive.collected(result.seq, rounds, result.seconds)
+        self.scheduler.settle(result.seq)
+        return events
+
+    def _take_steady(self, frame: Queued, result: FrameResult) -> tuple[list[TokenEvent], list[Round]] | None:
+        """`_take_each` for a frame in which each member got tokens, none ended, and nothing else was asked for.
+
+        The same by columns, in a third of the time. None, and nothing done, where it is not such a frame.
+        """
+        batch = frame.batch
+        members, flags = batch.members, batch.flags
+        if self._late or flags.masked or result.logprobs is not None or frame.left != self.scheduler.left:
+            return None
+        if len(result.slots) != len(batch.slots):  # ends of prompts
+            return None
+        records = result.records[: len(members)] if batch.padding else result.records
+        generations, counts, accepted, verified, finishes, next_drafts, *tokens = zip(*records, strict=True)
+        if any(finishes) or not all(counts) or generations != batch.generations:
+            return None
+        if sum(counts) != sum(accepted) + len(members):
+            return None  # a round that is none of `round_kinds`
+        asked = self.scheduler.adaptive is not None
+        kinds, stride, width = self.scheduler.round_kinds, self._stride, frame.width
+        if width == 1 and not any(verified):
+            new: list[tuple[int, ...]] = [*zip(tokens[0], strict=True)]
+            rounds = [kinds[0]] * len(members) if asked else []
+            self.metrics.tally[0] += len(members)
+            for seq, token, drafts in zip(members, tokens[0], next_drafts, strict=True):
+                seq.queued -= 1  # as `Sequence.advanced`, without the call
+                seq.ahead -= 1
+                seq.length += 1
+                seq.wanted = 1 + (drafts if drafts < seq.num_drafts else seq.num_drafts)
+                seq.tally[0] += 1
+                seq.outputs.append(token)
+        else:
+            new = [row[:n] for row, n in zip(zip(*tokens, strict=True), counts, strict=True)]
+            which = [drafted * stride + n for drafted, n in zip(verified, accepted, strict=True)]
+            rounds = [kinds[k] for k in which] if asked else []
+            tally = self.metrics.tally
+            for seq, n, drafts, kind, some in zip(members, counts, next_drafts, which, new, strict=True):
+                most = width if width < seq.most_tokens else seq.most_tokens
+                assert n <= most, f"{seq.key}: {n} tokens of at most {most}"
+                seq.queued -= 1
+                seq.ahead -= most
+                seq.length += n
+                seq.wanted = 1 + (drafts if drafts < seq.num_drafts else seq.num_drafts)
+                seq.tally[kind] += 1
+                tally[kind] += 1
+                seq.outputs.extend(some)
+        fields = zip(batch.request_ids, batch.children, new, accepted, verified, *_NOTHING_ELSE, strict=False)
+        # TokenEvent's own constructor takes twice as long.
+        return [*map(tuple.__new__, repeat(TokenEvent), fields)], rounds
+
+    def _take_each(self, result: FrameResult, width: int) -> tuple[list[TokenEvent], list[Round]]:
+        """Events and rounds of a launch, record by record. width: of its decode frame."""
         events: list[TokenEvent] = []
         rounds: list[Round] = []
-        running, launch, decoded = self.scheduler.running, result.seq, result.decoded
-        survivals, late = self._survivals, self._late
-        event = tuple.__new__  # TokenEvent's own constructor takes twice as long
+        running, decoded = self.scheduler.running, result.decoded
+        survivals, late, stride = self._survivals, self._late, self._stride
+        event = tuple.__new__
         if result.prompt:
             self._read_prompts(result)
         for i, (slot, record) in enumerate(zip(result.slots, result.records, strict=True)):
@@ -49,7 +117,7 @@ class Collector:
             wanted = 1 + (next_drafts if next_drafts < seq.num_drafts else seq.num_drafts)
             drafted = None
             if i < decoded:
-                seq.advanced(launch, n)
+                seq.advanced(width, n)
                 drafted = verified
             else:
                 seq.prefilled = True
@@ -63,12 +131,16 @@ class Collector:
             if drafted is not None and n:
                 of = (drafted, accepted, n)
                 rounds.append(of)
-                seq.took(of)
+                if n == accepted + 1:
+                    kind = drafted * stride + accepted
+                    seq.tally[kind] += 1
+                    self.metrics.tally[kind] += 1
+                else:
+                    seq.counted.add_round(*of)
+                    self.metrics.rounds.add_round(*of)
             if len(tokens) > n:
                 del tokens[n:]
             seq.outputs += tokens
-            if not seq.request.needs_ack:
-                seq.acked = len(seq.outputs)
             reason = error = None
             if finish:
                 reason = _REASON[finish]
@@ -92,11 +164,7 @@ class Collector:
                     (request_id, child, tuple(tokens), accepted, drafted, reason, error, values, of_prompt),
                 )
             )
-        self.metrics.spec.add_rounds(rounds)
-        if self.scheduler.adaptive is not None:
-            self.scheduler.adaptive.collected(result.seq, rounds, result.seconds)
-        self.scheduler.settle(launch)
-        return events
+        return events, rounds
 
     def _read_prompts(self, result: FrameResult) -> None:
         """Log-probabilities of the chunk's prompt rows, to the prompts that ask for them."""
@@ -133,7 +201,7 @@ class Collector:
         if seq is None:
             return
         assert upto <= len(seq.outputs), f"{upto} tokens acknowledged, {len(seq.outputs)} were sent"
-        seq.acked = max(seq.acked, upto)
+        seq.told = max(seq.told, upto)
         if seq.state is State.ENDED and seq.acked == len(seq.outputs):
             self._close(seq)
 
@@ -147,7 +215,7 @@ class Collector:
             return None
         assert 0 <= keep <= len(seq.outputs), f"cut at {keep} of {len(seq.outputs)} tokens"
         del seq.outputs[keep:]
-        seq.acked = keep
+        seq.told = keep
         if seq.state is State.ENDED:
             self._close(seq)
             return None
@@ -163,7 +231,7 @@ class Collector:
     def _end(self, seq: Sequence, reason: str) -> None:
         """The device has ended it: frames in flight treat the slot as inactive, no drop is needed."""
         self.metrics.count(f"finished_{reason}", 1)
-        del self.scheduler.running[seq.slot]
+        self.scheduler.leave(seq)
         seq.state = State.ENDED
         if seq.acked == len(seq.outputs):
             self._close(seq)

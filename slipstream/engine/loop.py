@@ -78,7 +78,7 @@ class EngineCore:
         """Draft statistics of a request; after its end readable until the next `step`."""
         key = (request_id, child)
         seq = self.scheduler.sequences.get(key) or self.collector.closed.get(key)
-        return None if seq is None else seq.stats
+        return None if seq is None else seq.stats(self.scheduler.round_kinds)
 
     @property
     def dead(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from slipstream.config import EngineConfig
 
 
 def slot_bucket(n: int, config: EngineConfig) -> int:
     """Slots of a frame for n decoding ones: the smallest bucket that holds them, n itself without buckets."""
-    return min([b for b in config.slot_buckets if b >= n], default=n)
+    return _smallest(config.slot_buckets, n, n)
 
 
 def choose_rows(wanted: list[int], config: EngineConfig, cap: int | None = None) -> tuple[int, int]:
@@ -19,8 +21,7 @@ def choose_rows(wanted: list[int], config: EngineConfig, cap: int | None = None)
     """
     bucket = slot_bucket(len(wanted), config)
     if config.row_tiers:
-        total = sum(wanted)
-        tier = min([t for t in config.row_tiers if bucket * t >= total])
+        tier = _smallest(config.row_tiers, -(-sum(wanted) // bucket))
         tier = tier if cap is None else min(tier, cap)
         return bucket * tier, tier
     width = max(wanted) if cap is None else min(max(wanted), cap)
@@ -29,4 +30,13 @@ def choose_rows(wanted: list[int], config: EngineConfig, cap: int | None = None)
 
 def chunk_rows(n: int, config: EngineConfig) -> int:
     """Rows of a prefill chunk for n prompt rows: the smallest tier that holds them, n itself without tiers."""
-    return min([t for t in config.prefill_tiers if t >= n], default=n) if n else 0
+    return _smallest(config.prefill_tiers, n, n) if n else 0
+
+
+@lru_cache(maxsize=1024)  # asked again in each launch, about few counts
+def _smallest(sizes: tuple[int, ...], n: int, otherwise: int | None = None) -> int:
+    """The smallest size that holds n."""
+    fits = [size for size in sizes if size >= n]
+    if otherwise is None:
+        return min(fits)
+    return min(fits, default=otherwise)

@@ -9,77 +9,34 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from time import perf_counter_ns
-from typing import NamedTuple
+from typing import Any
 
 from slipstream.config import STOCK_PAGES, EngineConfig
 from slipstream.engine.adaptive import Adaptive
 from slipstream.engine.admission import check_request
+from slipstream.engine.batch import Batch, Flags, Queued
 from slipstream.engine.budget import Schedule
 from slipstream.engine.grammar import GrammarDesk, Grammars, masks_of, may_decode
 from slipstream.engine.ledger import Ledger
 from slipstream.engine.pages import pages_for
 from slipstream.engine.pools import Allocator
 from slipstream.engine.rows import choose_rows, chunk_rows, slot_bucket
-from slipstream.engine.sequence import Key, Sequence, State
+from slipstream.engine.sequence import Key, Sequence, State, round_kinds
 from slipstream.errors import InvalidRequestError
 from slipstream.logprobs import PROMPT_ROWS
 from slipstream.metrics import Metrics
-from slipstream.types import Admit, Drop, FramePlan, PageAppend, PrefillSpan, Request, VerifyMode
+from slipstream.types import Admit, Drop, FramePlan, PageAppend, PrefillSpan, Request
 
 WAITING_RUN_AHEAD = 2
 """Run-ahead while requests wait: one launch runs, one is queued behind it, so the device still has no gap."""
 
 
-class _Flags(NamedTuple):
-    """What the sampling parameters of a launch's slots ask of it; see `FramePlan`."""
-
-    sampled: bool
-    filtered: bool
-    rejection: bool
-    coupled: bool
-    min_tokens: bool
-    penalties: bool
-    biases: bool
-    custom: bool
-    logprobs: bool
-    masked: bool
-
-    @staticmethod
-    def of(sampling: list[Sequence]) -> _Flags:
-        draws = [s for s in sampling if not s.request.params.greedy]
-        return _Flags(
-            sampled=bool(draws),
-            filtered=any(_filters(s) for s in draws),
-            rejection=any(s.request.mode is VerifyMode.REJECTION for s in draws),
-            coupled=any(s.request.mode is VerifyMode.COUPLED for s in draws),
-            min_tokens=any(s.request.params.min_tokens > 0 for s in sampling),
-            penalties=any(s.request.params.penalized for s in sampling),
-            biases=any(s.request.params.logit_bias is not None for s in sampling),
-            custom=any(s.request.params.logits_processors is not None for s in sampling),
-            logprobs=any(s.request.params.logprobs is not None for s in sampling),
-            masked=any(s.grammar is not None for s in sampling),
-        )
-
-
-class _Batch(NamedTuple):
-    """What a decode frame's plan says of its members that only changes when the members do.
-
-    A sequence that comes back to another slot is read again first: that launch's frame is without it.
-    """
-
-    members: list[Sequence]
-    slots: tuple[int, ...]
-    padding: int
-    flags: _Flags
-    drafts: int
-
-
 class Scheduler:
     """Owns the waiting queue and the running slots; `plan` is called once per launch.
 
-    In steady decode a plan costs one short pass over the slots: what depends on who decodes is kept in a
-    `_Batch`, and pages are only counted when they may be short or a slot has come to the end of its last one. All
-    slots are then stocked together, so that few launches carry pages: what goes up stands between two frames.
+    In steady decode a plan costs little per slot: what depends on who decodes is kept in a `Batch`, and while `_calm`
+    says that no slot can come to its end or run short of pages, neither is looked at. All slots are stocked with pages
+    together, so that few launches carry any: what goes up stands between two frames.
     """
 
     def __init__(
@@ -98,6 +55,14 @@ class Scheduler:
         """By slot, in order of admission; preempted ones stay until their last launch is collected."""
         self.sequences: dict[Key, Sequence] = {}
         """Every sequence that is not closed."""
+        self.round_kinds = round_kinds(config.num_drafts, config.tree_depth or config.num_drafts)
+        metrics.tells(self.round_kinds)
+        self.queued: deque[Queued] = deque()
+        """Decode frames that are not collected, oldest first."""
+        self.left = 0
+        """How often a sequence has left its slot."""
+        self._calm = -1
+        self._leaving = False
         self._drops: list[Drop] = []
         self._generation = 0
         self._arrivals = 0
@@ -127,6 +92,7 @@ class Scheduler:
             arrival=self._arrivals,
             arrived_ns=perf_counter_ns(),
             num_drafts=num_drafts,
+            tally=[0] * len(self.round_kinds),
             lookahead=self.config.lookahead if tree_depth else min(self.config.lookahead, num_drafts),
             tree_depth=tree_depth,
         )
@@ -153,10 +119,16 @@ class Scheduler:
         elif seq.state is not State.HELD:
             if seq.state is State.RUNNING:
                 self.drop(seq)
-            self.running.pop(seq.slot, None)
+            self.leave(seq)
             self.ledger.retire(seq)
         seq.state = State.CLOSED
         del self.sequences[seq.key]
+
+    def leave(self, seq: Sequence) -> None:
+        """The sequence does not run any more, if it did: records of frames in flight are not its any longer."""
+        if self.running.pop(seq.slot, None) is not None:
+            self.left += 1
+            self._calm = -1
 
     def drop(self, seq: Sequence) -> None:
         self._drops.append(Drop(slot=seq.slot, generation=seq.generation))
@@ -165,9 +137,11 @@ class Scheduler:
         """Launch `collected` is in: release what waited for it, queue preempted sequences again."""
         self.ledger.collected = collected
         self.ledger.settle()
-        leaving = State.LEAVING
-        for seq in [s for s in self.running.values() if s.state is leaving]:
-            self._let_go(seq)
+        if self._leaving:
+            leaving = [s for s in self.running.values() if s.state is State.LEAVING]
+            for seq in leaving:
+                self._let_go(seq)
+            self._leaving = bool(leaving)
 
     def check(self) -> None:
         """Assert free + cached + held = total, for pages and slots."""
@@ -191,13 +165,16 @@ class Scheduler:
         renewed = decoding != self._batch.members
         if renewed:
             # Slots with a grammar come and go every launch: two batches take turns.
-            again = decoding == self._before.members and [s.slot for s in decoding] == [
-                *self._before.slots[: len(decoding)]
-            ]
+            again = self._before.has(decoding)
             self._before, self._batch = self._batch, self._before if again else self._gather(decoding)
-        _, slots, padding, flags, wanted = self._batch
-        drafts = min(drafts, wanted)
+        batch = self._batch
+        slots, padding, flags = batch.slots, batch.padding, batch.flags
+        drafts = min(drafts, batch.drafts)
         reach, appends = self._cover(decoding, width, seq)
+        if decoding:
+            self.queued.append(Queued(seq, width, batch, self.left))
+            if self._calm < 0 and not reading and len(decoding) == len(self.running) and not flags.masked:
+                self._calm = min([s.calm for s in decoding])
         if renewed or appends:
             first_page = self.ledger.pool.first_page
             self._first_page = (*(first_page(s.slot) for s in decoding), *(-1,) * padding)
@@ -205,8 +182,10 @@ class Scheduler:
         spans = self._choose_prefill(reading, rows if decoding else 0, admits, seq)
         if not decoding and not spans:
             return None
+        asked = batch.asked
         if spans:
-            flags = _Flags.of([*decoding, *(s for s, span in spans if span.last)])
+            flags = Flags.of([*decoding, *(s for s, span in spans if span.last)])
+            asked = flags.asked() | self._prefill(spans)
         if self.adaptive is not None and decoding:
             self.adaptive.launched(seq, len(slots), width, drafts, alone=not spans)
         drops, self._drops = tuple(self._drops), []
@@ -223,28 +202,26 @@ class Scheduler:
             len_ub=max(reach, default=0),
             reach=(*reach, *(1,) * padding),
             first_page=self._first_page,
-            prefill=tuple([span for _, span in spans]),
-            prefill_first_page=tuple([self.ledger.pool.first_page(s.slot) for s, _ in spans]),
-            prefill_rows=chunk_rows(sum([span.length for _, span in spans]), self.config),
             prefill_prompts=self.config.prefill_prompts,
             drafts=drafts,
             catch_up=bool(self.config.catch_up) and self._catch_up(decoding, width, drafts),
-            sampled=flags.sampled,
-            filtered=flags.filtered,
-            rejection=flags.rejection,
-            coupled=flags.coupled,
-            min_tokens=flags.min_tokens,
-            penalties=flags.penalties,
-            biases=flags.biases,
-            custom=flags.custom,
-            logprobs=flags.logprobs,
-            prompt_logprobs=any(s.reports_prompt for s, _ in spans),
             masks=masks_of(decoding, spans) if flags.masked else (),
-            masked=flags.masked,
+            **asked,
         )
+
+    def _prefill(self, spans: list[tuple[Sequence, PrefillSpan]]) -> dict[str, Any]:
+        """Fields of a plan that reads these prompts."""
+        return {
+            "prefill": tuple([span for _, span in spans]),
+            "prefill_first_page": tuple([self.ledger.pool.first_page(s.slot) for s, _ in spans]),
+            "prefill_rows": chunk_rows(sum([span.length for _, span in spans]), self.config),
+            "prompt_logprobs": any(s.reports_prompt for s, _ in spans),
+        }
 
     def _split(self) -> tuple[list[Sequence], list[Sequence]]:
         """Slots that can decode in the next frame, and those whose prompt is still read; oldest first."""
+        if self._calm >= 0:  # nobody has come, left or begun to leave
+            return self._batch.members, []
         ready, reading = list[Sequence](), list[Sequence]()
         running = State.RUNNING
         for s in self.running.values():
@@ -254,17 +231,16 @@ class Scheduler:
                 reading.append(s)
             # Whether it cannot be known to end before the frame: an active slot emits at least one token per frame,
             # so length + 1 + frames queued is a lower bound.
-            elif s.length + 1 + len(s.queued) < s.max_len and (s.grammar is None or may_decode(s)):
+            elif s.length + 1 + s.queued < s.max_len and (s.grammar is None or may_decode(s)):
                 ready.append(s)
         return ready, reading
 
-    def _gather(self, members: list[Sequence]) -> _Batch:
+    def _gather(self, members: list[Sequence]) -> Batch:
         padding = slot_bucket(len(members), self.config) - len(members) if members else 0
         # A drafter with KV of its own that cannot catch up has to see every position, whoever wants its drafts.
         always = self.config.lookahead and not self.config.catch_up
         wanted = self.config.num_drafts and (always or any(s.num_drafts for s in members))
-        slots = (*(s.slot for s in members), *(0,) * padding)
-        return _Batch(members, slots, padding, _Flags.of(members), self.config.num_drafts if wanted else 0)
+        return Batch(members, padding, self.config.num_drafts if wanted else 0)
 
     def _choose_decode(self, ready: list[Sequence], most: int) -> tuple[list[Sequence], int, int]:
         """Slots of the decode frame, R and width, at most `most` rows per slot; who has no pages sits out."""
@@ -299,6 +275,17 @@ class Scheduler:
     def _cover(self, decoding: list[Sequence], width: int, seq: int) -> tuple[list[int], list[PageAppend]]:
         """Count the frame to its slots. Bounds on position + 1 over each one's rows, and the pages they need."""
         reach, short = list[int](), False
+        if self._calm >= 0:
+            self._calm -= min(width, self._batch.most_tokens)
+            reach = [s.length + s.ahead + (width if width < s.most_rows else s.most_rows) for s in decoding]
+            for s in decoding:
+                if s.fresh is not None:
+                    s.launched(seq, width)
+                    continue
+                s.queued += 1  # as `Sequence.launched`, without the call
+                s.ahead += width if width < s.most_tokens else s.most_tokens
+                s.last_launch = seq
+            return reach, []
         for s in decoding:
             rows = s.most_rows if s.most_rows < width else width
             bound = s.length + s.ahead
@@ -308,7 +295,7 @@ class Scheduler:
             short = short or (end + s.lookahead > s.covered and s.cover(rows) > s.covered)
         appends = self._append(decoding, width) if short else []
         for s in decoding:
-            s.launched(seq, s.most_rows if s.most_rows < width else width)
+            s.launched(seq, width)
         return reach, appends
 
     def _append(self, decoding: list[Sequence], width: int) -> list[PageAppend]:
@@ -340,6 +327,8 @@ class Scheduler:
         if rows:
             budget = max(self.config.prefill_chunk_busy, min(budget, self.config.prefill_busy_share * rows))
         spans: list[tuple[Sequence, PrefillSpan]] = []
+        if not reading and not self.waiting:
+            return spans
         started = deque(reading)
         most = self.config.prefill_prompts or self.config.max_slots
         room = min(self.config.prefill_tiers, default=PROMPT_ROWS)
@@ -382,6 +371,7 @@ class Scheduler:
         self.waiting.popleft()
         self._generation += 1
         self.running[s.slot] = s
+        self._calm = -1
         waited = perf_counter_ns() - s.arrived_ns if s.arrived_ns else None
         s.arrived_ns = 0
         self.metrics.admitted(len(s.tokens), s.planned, waited)
@@ -421,6 +411,7 @@ class Scheduler:
                 return
             victim = max(reversed(stay), key=lambda s: s.request.priority)
             victim.state = State.LEAVING
+            self._leaving, self._calm = True, -1
             self.drop(victim)
             self.metrics.count("preemptions", 1)
             self._let_go(victim)
@@ -428,17 +419,12 @@ class Scheduler:
     def _let_go(self, seq: Sequence) -> None:
         """A preempted sequence whose launches are all collected goes back to the queue with what it has."""
         if seq.last_launch <= self.ledger.collected:
-            del self.running[seq.slot]
+            self.leave(seq)
             self.ledger.retire(seq)
             if seq.grammar is not None and seq.masks is None:
                 seq.state = State.HELD
             else:
                 self.enqueue(seq)
-
-
-def _filters(s: Sequence) -> bool:
-    p = s.request.params
-    return p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0
 
 
 def _gives_back(s: Sequence) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,8 +18,12 @@ Key = tuple[str, int]
 """(request_id, child)"""
 
 
-ROUNDS_KEPT = 256
-"""Rounds that a sequence lists before they are counted: a list is what a frame can afford per slot."""
+def round_kinds(num_drafts: int, deepest: int) -> tuple[Round, ...]:
+    """Rounds that end no request, by drafted * (deepest + 1) + accepted: they emit the accepted drafts and one more.
+
+    deepest: most drafts that a round can accept.
+    """
+    return tuple([(drafted, n, n + 1) for drafted in range(num_drafts + 1) for n in range(deepest + 1)])
 
 
 class State(enum.Enum):
@@ -32,19 +35,19 @@ class State(enum.Enum):
     CLOSED = "closed"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Sequence:
     """One request child.
 
     arrived_ns: when it came, on perf_counter_ns; 0 once it has had a slot.
-    outputs: tokens collected, over all its generations. acked: how many of them count as returned. prompt_logprobs:
-    where asked for, of the prompt's second token and on, as far as collected; prompt_told: an event has had them.
-    counted, rounds: draft statistics, and the rounds that are not in them yet (`stats` has them all).
+    outputs: tokens collected, over all its generations. told: how many of them a text side has acknowledged.
+    prompt_logprobs: where asked for, of the prompt's second token and on, as far as collected; prompt_told: an event
+    has had them. tally: how often each of `round_kinds` occurred, so that a frame adds one per slot; counted: others.
     grammar: where its masks come from, None without one; masks: those for its next round, None until they are here.
     The rest is valid while it owns a slot: tokens (known at admission), cached (tokens of a prefix hit), planned
     (prefill rows planned so far), prefilled (the record of the last chunk is collected, so `length` is a fact), length
-    (committed length by collected records; before that len(tokens)), queued (launch, most tokens) of decode frames not
-    collected, ahead (the sum of those tokens), wanted (rows that its last collected record asks for; all of them while
+    (committed length by collected records; before that len(tokens)), queued (how many decode frames are not collected),
+    ahead (the most tokens that they can bring), wanted (rows that its last collected record asks for; all of them while
     nothing is known), covered (positions that its pages cover), last_launch (the last launch that names the slot),
     tainted (its pages may hold what is not finite), survival (of the newest drafts that a launched frame has judged,
     None before that; with scheduled verification only), fresh (wanted and survival of drafts that no launched frame
@@ -55,6 +58,7 @@ class Sequence:
     request: Request
     arrival: int
     num_drafts: int
+    tally: list[int]
     lookahead: int = 0
     tree_depth: int = 0
     arrived_ns: int = 0
@@ -62,9 +66,8 @@ class Sequence:
     outputs: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_told: bool = False
-    acked: int = 0
+    told: int = 0
     counted: SpecStats = field(default_factory=SpecStats)
-    rounds: list[Round] = field(default_factory=list)
     grammar: MaskSource | None = None
     masks: RoundMasks | None = None
     slot: int = 0
@@ -74,7 +77,7 @@ class Sequence:
     planned: int = 0
     prefilled: bool = False
     length: int = 0
-    queued: deque[tuple[int, int]] = field(default_factory=deque)
+    queued: int = 0
     ahead: int = 0
     wanted: int = 1
     covered: int = 0
@@ -87,9 +90,15 @@ class Sequence:
     fresh: tuple[int, list[int]] | None = None
     node: Node | None = None
     shared: set[int] = field(default_factory=set)
+    key: Key = field(init=False)
+    order: tuple[int, int] = field(init=False)
+    max_len: int = field(init=False)
+    most_rows: int = field(init=False)
+    most_tokens: int = field(init=False)
+    overhang: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key: Key = (self.request.request_id, self.request.child)
+        self.key = (self.request.request_id, self.request.child)
         self.order = (self.request.priority, self.arrival)
         self.max_len = self.request.max_len
         self.most_rows = 1 + self.num_drafts
@@ -98,21 +107,18 @@ class Sequence:
         self.overhang = max(self.most_rows, 1 + self.lookahead)
 
     @property
+    def acked(self) -> int:
+        """How many of the outputs count as returned: all, where nobody acknowledges."""
+        return self.told if self.request.needs_ack else len(self.outputs)
+
+    @property
     def reports_prompt(self) -> bool:
         """Whether log-probabilities of its prompt are still to come: then all of it is read."""
         return self.request.params.prompt_logprobs is not None and self.request.child == 0 and not self.prompt_told
 
-    @property
-    def stats(self) -> SpecStats:
-        self.counted.add_rounds(self.rounds)
-        self.rounds.clear()
-        return self.counted
-
-    def took(self, of: Round) -> None:
-        """A collected frame had this round for it."""
-        self.rounds.append(of)
-        if len(self.rounds) == ROUNDS_KEPT:
-            self.counted = self.stats
+    def stats(self, kinds: tuple[Round, ...]) -> SpecStats:
+        """Its rounds so far. kinds: what `tally` counts."""
+        return self.counted.with_tally(kinds, self.tally)
 
     @property
     def len_ub(self) -> int:
@@ -127,11 +133,19 @@ class Sequence:
         beyond = max(rows, min(rows, self.most_tokens) + self.lookahead)
         return min(self.len_ub + beyond, self.max_len + self.overhang)
 
-    def launched(self, launch: int, rows: int) -> None:
-        """A decode frame that gives it at most `rows` rows is queued."""
-        tokens = rows if rows < self.most_tokens else self.most_tokens
-        self.queued.append((launch, tokens))
-        self.ahead += tokens
+    @property
+    def calm(self) -> int:
+        """How far length and queued tokens may grow before it could end, or need pages, with one frame more.
+
+        A frame adds `most_tokens` at most, and what it brings is no more than that.
+        """
+        pages = self.covered - self.most_rows - self.lookahead
+        return min(self.max_len - 2, pages) - self.length - self.ahead
+
+    def launched(self, launch: int, width: int) -> None:
+        """A decode frame of that width is queued."""
+        self.queued += 1
+        self.ahead += width if width < self.most_tokens else self.most_tokens
         self.last_launch = launch
         if self.fresh is not None:  # judged by this frame, so known to the next plans
             (self.wanted, self.survival), self.fresh = self.fresh, None
@@ -146,10 +160,11 @@ class Sequence:
         else:
             self.fresh = wanted, survival
 
-    def advanced(self, launch: int, emitted: int) -> None:
-        """Its oldest queued frame is collected."""
-        expected, most = self.queued.popleft()
-        assert launch == expected and emitted <= most, f"launch {launch}: {emitted} tokens of at most {most}"
+    def advanced(self, width: int, emitted: int) -> None:
+        """Its oldest queued frame, of that width, is collected."""
+        most = width if width < self.most_tokens else self.most_tokens
+        assert emitted <= most, f"{self.key}: {emitted} tokens of at most {most}"
+        self.queued -= 1
         self.ahead -= most
         self.length += emitted
 
@@ -168,7 +183,7 @@ class Sequence:
         self.slot, self.generation = slot, generation
         self.cached, self.planned = start, max(0, start - rereads)
         self.prefilled, self.length = False, len(self.tokens)
-        self.queued.clear()
-        self.ahead, self.behind, self.wanted = 0, 0, self.most_rows
+        self.queued = self.ahead = 0
+        self.behind, self.wanted = 0, self.most_rows
         self.survival = self.fresh = None
         self.node = node

@@ -157,6 +157,12 @@ def build(config: LLMConfig, progress: Callable[[int, int], None] | None = None)
             raise ConfigError("adaptive=True needs captured frames, which it times: leave cuda_graphs on")
         engine = replace(engine, frame_seconds=graphs.frame_seconds())
     notes = [*loaded.notes, *_capture_note(report)]
+    if engine.adaptive and head is not None and head.acceptance:
+        engine = replace(engine, draft_acceptance=head.acceptance)
+        if device.type == "cpu":
+            key = {**_cost_key(loaded, head, drafter, engine, device), "of": "modes"}
+            first, said = costs.mode_seconds(frame, engine, costs.CostCache(costs.cache_folder(), key))
+            engine, notes = replace(engine, mode_seconds=first), [*notes, *said]
     if engine.confidence_schedule:
         if graphs is None and device.type == "cuda":
             raise ConfigError("confidence_schedule=True needs captured frames, which it times: leave cuda_graphs on")
@@ -246,6 +252,7 @@ def _cost_key(
         "slipstream": __version__, "torch": torch.__version__, "device": costs.device_name(device),
         "model": repr(model.config), "dtype": str(model.dtype), "weights": loaded.weights,
         "draft": type(drafter).__name__ if head is None else repr(getattr(head.model, "block", head.model.config)),
+        "draft_weights": _weights_of(head, None),
         "num_drafts": engine.num_drafts, "page_size": engine.page_size, "max_model_len": engine.max_model_len,
         "slot_buckets": engine.slot_buckets, "row_tiers": engine.row_tiers, "max_slots": engine.max_slots,
     }  # fmt: skip

@@ -34,23 +34,23 @@ class EngineConfig:
 
     max_slots: running requests (slot 0 is the sink, ids are 1..max_slots). num_pages: page ids 1..num_pages, page 0 is
     the sink. prefill_chunk: most prompt rows per launch while nobody decodes; prefill_chunk_busy: the same while
-    somebody does, or prefill_busy_share times the rows of the frame if that is more.
-    prefill_tiers: packed rows that a chunk may have; empty means exact. prefill_prompts: most prompts
-    that one chunk reads from, 0 means any number. lookahead: positions beyond the verified rows that the drafter's own
-    KV needs. rereads: positions before the end of a prefix hit that are read again, for drafters that need what the
-    target computes there. tree_depth: levels of a draft tree of num_drafts nodes below its root, so that a frame emits
-    at most tree_depth + 1 tokens per slot; 0: drafts are a chain. row_tiers: rows per slot that a frame may have;
-    empty means exact. adaptive: a cost model chooses each frame's drafts, from `draft_modes`. frame_seconds: (padded
-    slots, rows per slot, drafts made, seconds) of captured frames; empty: frames say themselves how long they took.
-    confidence_schedule: rows of a frame follow from the drafts' confidences and from row_seconds: (slots, rows,
-    seconds) of timed frames. late_counts: how many drafts a round offers depends on which they are, so a frame that
-    judges them must not have its rows from that. grammar_drafts: masks bring drafts too, where a grammar leaves one
-    token only. draft_laws: drafts of unseeded requests are drawn. catch_up: committed positions that a drafter with a
-    cache of its own may lag behind, 0: none, so that all frames have to draft. max_stop_ids: stop token ids of a
-    request, those that end a sequence for the model included. window: positions that rows of layers with a sliding
-    window see, 0 without such layers; window_pages: page ids of those layers are 1..window_pages. saved_states: states
-    of recurrent layers that are kept, running requests' and the prefix cache's, one every state_interval tokens; 0
-    without such layers.
+    somebody does, or prefill_busy_share times the rows of the frame if that is more. prefill_tiers: packed rows that a
+    chunk may have; empty means exact. prefill_prompts: most prompts that one chunk reads from, 0 means any number.
+    lookahead: positions beyond the verified rows that the drafter's own KV needs. rereads: positions before the end of
+    a prefix hit that are read again, for drafters that need what the target computes there. tree_depth: levels of a
+    draft tree of num_drafts nodes below its root, so that a frame emits at most tree_depth + 1 tokens per slot; 0:
+    drafts are a chain. row_tiers: rows per slot that a frame may have; empty means exact. adaptive: a cost model
+    chooses each frame's drafts, from `draft_modes`. frame_seconds: (padded slots, rows per slot, drafts made, seconds)
+    of captured frames; empty: frames say themselves how long they took, and mode_seconds, (slots, drafts, seconds), is
+    where they begin. draft_acceptance: what the draft was found to have, by position. confidence_schedule: rows of a
+    frame follow from the drafts' confidences and from row_seconds: (slots, rows, seconds) of timed frames. late_counts:
+    how many drafts a round offers depends on which they are, so a frame that judges them must not have its rows from
+    that. grammar_drafts: masks bring drafts too, where a grammar leaves one token only. draft_laws: drafts of unseeded
+    requests are drawn. catch_up: committed positions that a drafter with a cache of its own may lag behind, 0: none, so
+    that all frames have to draft. max_stop_ids: stop token ids of a request, those that end a sequence for the model
+    included. window: positions that rows of layers with a sliding window see, 0 without such layers; window_pages: page
+    ids of those layers are 1..window_pages. saved_states: states of recurrent layers that are kept, running requests'
+    and the prefix cache's, one every state_interval tokens; 0 without such layers.
     """
 
     max_slots: int = 16
@@ -72,6 +72,8 @@ class EngineConfig:
     row_tiers: tuple[int, ...] = ()
     adaptive: bool = False
     frame_seconds: tuple[tuple[int, int, int, float], ...] = ()
+    mode_seconds: tuple[tuple[int, int, float], ...] = ()
+    draft_acceptance: tuple[float, ...] = ()
     confidence_schedule: bool = False
     grammar_drafts: bool = False
     draft_laws: bool = False

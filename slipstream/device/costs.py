@@ -1,7 +1,8 @@
 """What frames cost by their rows: timed once at start-up, kept on disk per device and model.
 
 Confidence-scheduled verification weighs drafts against it. On a GPU captured frames are replayed; on a CPU frames run
-over the sink, which nobody owns.
+over the sink, which nobody owns. There adaptive drafting starts from a lone slot's frames, where the draft says what
+acceptance to expect.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,23 +56,45 @@ def measure(frame: Frame, engine: EngineConfig, graphs: FrameGraphs | None) -> R
     return tuple((slots, rows, _seconds(frame, engine, slots, rows)) for slots, rows in points(engine))
 
 
+def measure_modes(frame: Frame, engine: EngineConfig) -> RowSeconds:
+    """(1, drafts, seconds) of a CPU's frames of one slot, whose rows all hold a draft, by turns. At start-up only."""
+    times: dict[int, list[float]] = {drafts: [] for drafts in engine.draft_modes}
+    for _ in range(REPEATS):
+        for drafts, seen in times.items():
+            width = drafts + 1
+            if engine.row_tiers:
+                width = min(tier for tier in engine.row_tiers if tier >= width)
+            # Page 1 is nobody's yet: it is read as a lone request's pages are, and never written.
+            plan = _plan(engine, 1, width, width=width, drafts=drafts, first_page=1)
+            seen.append(_timed(frame, plan))
+    return tuple((1, drafts, min(seen)) for drafts, seen in sorted(times.items()))
+
+
 def _seconds(frame: Frame, engine: EngineConfig, slots: int, rows: int) -> float:
     """The least time of an eager greedy frame: what else the machine does only adds to it."""
     width = engine.num_drafts + 1 if engine.row_tiers else min(engine.num_drafts + 1, 1 + rows - slots)
-    reach = min(CONTEXT, engine.max_model_len)
-    plan = FramePlan(
-        seq=-1, decode=(0,) * slots, rows=rows, width=width, len_ub=reach, reach=(reach,) * slots,
-        first_page=(-1,) * slots, drafts=engine.num_drafts,
-    )  # fmt: skip
+    plan = _plan(engine, slots, rows, width=width, drafts=engine.num_drafts, first_page=-1)
+    _timed(frame, plan)
     times = list[float]()
-    with torch.inference_mode():
-        slot_B = frame.state.decode_B[:slots]
-        frame.decode(plan, slot_B)
-        while len(times) < REPEATS and (sum(times) < ENOUGH or len(times) < 2):
-            began = time.perf_counter()
-            frame.decode(plan, slot_B)
-            times.append(time.perf_counter() - began)
+    while len(times) < REPEATS and (sum(times) < ENOUGH or len(times) < 2):
+        times.append(_timed(frame, plan))
     return min(times)
+
+
+def _plan(engine: EngineConfig, slots: int, rows: int, *, width: int, drafts: int, first_page: int) -> FramePlan:
+    reach = min(CONTEXT, engine.max_model_len)
+    return FramePlan(
+        seq=-1, decode=(0,) * slots, rows=rows, width=width, len_ub=reach, reach=(reach,) * slots,
+        first_page=(first_page,) * slots, drafts=drafts,
+    )  # fmt: skip
+
+
+def _timed(frame: Frame, plan: FramePlan) -> float:
+    with torch.inference_mode():
+        slot_B = frame.state.decode_B[: len(plan.decode)]
+        began = time.perf_counter()
+        frame.decode(plan, slot_B)
+        return time.perf_counter() - began
 
 
 def device_name(device: torch.device) -> str:
@@ -139,8 +162,19 @@ def row_seconds(
     frame: Frame, engine: EngineConfig, graphs: FrameGraphs | None, cache: CostCache
 ) -> tuple[RowSeconds, list[str]]:
     """The costs of frames, from the cache or measured now; and notes for the user."""
-    found, damage = cache.load(points(engine))
+    return _kept(cache, points(engine), lambda: measure(frame, engine, graphs))
+
+
+def mode_seconds(frame: Frame, engine: EngineConfig, cache: CostCache) -> tuple[RowSeconds, list[str]]:
+    """As `row_seconds`, of `measure_modes`."""
+    return _kept(cache, [(1, drafts) for drafts in engine.draft_modes], lambda: measure_modes(frame, engine))
+
+
+def _kept(
+    cache: CostCache, wanted: Sequence[tuple[int, int]], measured: Callable[[], RowSeconds]
+) -> tuple[RowSeconds, list[str]]:
+    found, damage = cache.load(wanted)
     if found is not None:
         return found, []
-    seconds = measure(frame, engine, graphs)
+    seconds = measured()
     return seconds, [note for note in (damage, cache.save(seconds)) if note is not None]

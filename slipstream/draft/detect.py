@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from slipstream.draft.checkpoint import tensor_names
 from slipstream.draft.protocol import Drafter
-from slipstream.errors import UnsupportedError
+from slipstream.errors import ModelLoadError, UnsupportedError
 from slipstream.models.config import read_json
 from slipstream.models.loader import resolve_source
 
@@ -57,11 +57,12 @@ class HeadDrafter(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class Head:
     """A loaded head: the class that drafts with it, and what that class's `load` gave. tree: the class that grows trees
-    with it, None where there is none."""
+    with it, None where there is none. acceptance: what it was found to have by position, where its config says so."""
 
     drafter: Any
     model: Any
     tree: Any = None
+    acceptance: tuple[float, ...] = ()
 
 
 OWN = "mtp"
@@ -99,7 +100,17 @@ def load_head(
     rounded = getattr(cls, "rounds", False) and getattr(target, "packed", False) and not dense
     more = {"rounded": True} if rounded else {}
     model = cls.load(folder, values, target, seed=seed if load_format == "dummy" else None, **more)
-    return Head(drafter=cls, model=model, tree=_named(TREES[kind]) if kind in TREES else None)
+    tree = _named(TREES[kind]) if kind in TREES else None
+    return Head(drafter=cls, model=model, tree=tree, acceptance=_acceptance(values))
+
+
+def _acceptance(values: Mapping[str, Any]) -> tuple[float, ...]:
+    """Share of drafts accepted by position, given all before them, as `slipstream train` leaves it in config.json."""
+    training = values.get("slipstream_training")
+    found = training.get("acceptance", []) if isinstance(training, Mapping) else []
+    if not isinstance(found, list) or not all(type(a) in (int, float) and 0 <= a <= 1 for a in found):
+        raise ModelLoadError(f"slipstream_training.acceptance={found!r:.80} must be a list of shares from 0 to 1")
+    return tuple(float(a) for a in found)
 
 
 def kind_of(values: Mapping[str, Any], folder: Path) -> str | None:

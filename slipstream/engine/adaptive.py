@@ -1,11 +1,13 @@
 """How many drafts the next frame makes: none, or one of a few numbers, whichever gives the most tokens per second.
 
 A frame of *mode* k makes and verifies at most k drafts per slot; mode 0 has no drafting stage. Expected tokens come
-from collected records: with a_i the share of rounds that accepted draft i of those that accepted all before it (a
-draft that was not offered counts as one that failed), mode k emits 1 + a_1 + a_1 a_2 + ... + a_1...a_k tokens per slot.
-Seconds come from start-up, where captured frames were timed, or from the frames themselves where the device reports
-how long they took (a CPU). What is chosen depends on collected records only, so a draft's fate never depends on what
-comes after it: the output's law, and every greedy or seeded token, are those of plain decoding.
+from collected records: with a_i the share of rounds that accepted draft i of those that accepted all before it (a draft
+that was not offered counts as one that failed), mode k emits 1 + a_1 + a_1 a_2 + ... + a_1...a_k tokens per slot.
+Seconds come from start-up, where captured frames were timed, or from the frames themselves where the device reports how
+long they took (a CPU). A draft that says what acceptance it was found to have, and seconds of a lone slot's frames from
+start-up, let the first frames of a CPU begin with what they promise, instead of trying every mode. What is chosen
+depends on collected records only, so a draft's fate never depends on what comes after it: the output's law, and every
+greedy or seeded token, are those of plain decoding.
 
 What is not in use is looked at again now and then: the next larger mode, since acceptance there is not seen from
 here, and where seconds are measured the next smaller one too. A look that changes nothing doubles the time to the
@@ -26,6 +28,8 @@ MEMORY = 256.0
 """Rounds that an estimate of acceptance remembers."""
 PRIOR, PRIOR_WEIGHT = 0.7, 2.0
 """Acceptance of the first draft before anything is known; later ones start from the one before them."""
+EXPECTED_WEIGHT = 4.0
+"""Rounds that the acceptance a draft was found to have counts for."""
 FADE = 0.5
 """What is left of the weight of estimates that a mode has not seen, when it is tried again."""
 HOLD = 8
@@ -35,8 +39,10 @@ MARGIN = 0.01
 LOOK, LOOK_NEW, FIRST_WAIT, LONGEST_WAIT = 4, 2, 64, 1024
 """Settled frames of one look at another mode, and at one that was never timed; frames to the first look, and the most
 between two."""
-MEASURED_SHARE = 0.1
-"""Weight of a new time in the mean of a mode's."""
+WELL_TIMED = 16
+"""Frames after which a mode's time is known well enough to tell the machine's pace, which all modes share."""
+MEASURED_SHARE, DRIFT_SHARE, PACE_SHARE = 0.1, 0.02, 0.2
+"""Weight of a new time in the mean of a mode's, before and after that, and in the pace."""
 
 Costs = Mapping[tuple[int, int, int], float]
 """Seconds of a decode frame by (padded slots, rows per slot, drafts made)."""
@@ -53,11 +59,12 @@ class _Launch(NamedTuple):
 
 
 class Acceptance:
-    """a_i by position, from rounds of all slots; decayed counts."""
+    """a_i by position, from rounds of all slots; decayed counts. expected: a_i of earlier measurements, if any."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, expected: Sequence[float] = ()) -> None:
         self.hits = [0.0] * most
         self.tries = [0.0] * most
+        self.expected = [expected[min(i, len(expected) - 1)] for i in range(most)] if expected else [None] * most
 
     def learn(self, rounds: Sequence[Round], allowed: int) -> None:
         """Rounds whose frames could have verified `allowed` drafts."""
@@ -82,9 +89,14 @@ class Acceptance:
 
     def tokens(self) -> list[float]:
         """[k]: expected tokens of a slot in a frame of mode k."""
-        out, reach, a = [1.0], 1.0, PRIOR
-        for hits, tries in zip(self.hits, self.tries, strict=True):
-            a = (hits + a * PRIOR_WEIGHT) / (tries + PRIOR_WEIGHT)
+        out, reach, a, off = [1.0], 1.0, PRIOR, 0.0
+        for hits, tries, expected in zip(self.hits, self.tries, self.expected, strict=True):
+            # Text that suits the draft at one position suits it at the next.
+            prior, weight = a, PRIOR_WEIGHT
+            if expected is not None:
+                prior, weight = min(1.0, max(0.0, expected + off)), EXPECTED_WEIGHT
+            a = (hits + prior * weight) / (tries + weight)
+            off = 0.0 if expected is None else a - expected
             reach *= a
             out.append(out[-1] + reach)
         return out
@@ -93,9 +105,18 @@ class Acceptance:
 class Adaptive:
     """Chooses a mode per launch; one per engine. All methods are called in the order of launches and results."""
 
-    def __init__(self, modes: Sequence[int], *, run_ahead: int, costs: Costs | None = None) -> None:
+    def __init__(
+        self,
+        modes: Sequence[int],
+        *,
+        run_ahead: int,
+        costs: Costs | None = None,
+        guess: Mapping[tuple[int, int], float] | None = None,
+        expected: Sequence[float] = (),
+    ) -> None:
         """modes: numbers of drafts to choose from, 0 among them. costs: of captured frames; None: times come with
-        results. Raises ConfigError when a mode's frame has no time."""
+        results, and guess has some from before, by (slots, drafts), of which their ratios count. expected: the draft's
+        acceptance by position. Raises ConfigError when a mode's frame has no time."""
         self.modes = tuple(sorted(set(modes)))
         assert self.modes[0] == 0 and len(self.modes) > 1, f"modes {self.modes}"
         self.costs = costs
@@ -107,13 +128,15 @@ class Adaptive:
             for k in self.modes:
                 if (slots, k) not in self._full:
                     raise ConfigError(f"adaptive: no time of a frame of {slots} slots that makes {k} drafts")
-        self.acceptance = Acceptance(self.modes[-1])
+        self.acceptance = Acceptance(self.modes[-1], expected)
         self.mode = 0 if costs is None else self.modes[-1]
         self._lag = run_ahead + 1
         self._shown = self.mode  # the mode of the last launch
         self._same = 0  # launches in a row that had it
         self._load = dict.fromkeys(self.modes, 1.0)
-        self._measured: dict[tuple[int, int], float] = {}
+        # Seconds at pace 1, and how many frames they are the mean of.
+        self._measured = {key: (seconds, WELL_TIMED) for key, seconds in (guess or {}).items()}
+        self._pace = 0.0  # not known yet
         self._bucket = 0
         self._look: int | None = None
         self._left = self._hold = 0
@@ -124,7 +147,11 @@ class Adaptive:
     @classmethod
     def of(cls, config: EngineConfig) -> Adaptive:
         timed = {(slots, rows, drafts): seconds for slots, rows, drafts, seconds in config.frame_seconds}
-        return cls(config.draft_modes, run_ahead=config.run_ahead, costs=timed or None)
+        guess = {(slots, drafts): seconds for slots, drafts, seconds in config.mode_seconds}
+        return cls(
+            config.draft_modes, run_ahead=config.run_ahead, costs=timed or None, guess=guess,
+            expected=config.draft_acceptance,
+        )  # fmt: skip
 
     # -- per launch ----------------------------------------------------------------------------
 
@@ -171,11 +198,19 @@ class Adaptive:
             if launch.seconds > 0:
                 self._load[mode] += MEASURED_SHARE * (launch.seconds / self._full[launch.key] - self._load[mode])
         elif seconds > 0 and launch.alone:
-            known = self._measured.get(launch.key)
-            # A frame that something else on the machine held up says little about its mode.
-            self._measured[launch.key] = (
-                seconds if known is None else known + MEASURED_SHARE * (min(seconds, 2 * known) - known)
-            )
+            self._time(launch.key, seconds)
+
+    def _time(self, key: tuple[int, int], seconds: float) -> None:
+        """A frame of a mode took so long: the mode, or the machine, which then takes longer over all of them."""
+        if not self._pace:
+            self._pace = seconds / self._measured[key][0] if key in self._measured else 1.0
+        known, frames = self._measured.get(key, (seconds / self._pace, 0))
+        # A frame that something else on the machine held up says little about its mode.
+        off = min(seconds / (known * self._pace), 2.0) - 1
+        share = DRIFT_SHARE if frames >= WELL_TIMED else max(MEASURED_SHARE, 1 / (frames + 1))
+        self._measured[key] = known * (1 + share * off), frames + 1
+        if frames >= WELL_TIMED:
+            self._pace *= 1 + PACE_SHARE * off
 
     # -- the decision --------------------------------------------------------------------------
 
@@ -187,7 +222,8 @@ class Adaptive:
 
     def _seconds(self, slots: int, mode: int) -> float | None:
         if self.costs is None:
-            return self._measured.get((slots, mode))
+            known = self._measured.get((slots, mode))
+            return None if known is None else known[0] * (self._pace or 1.0)
         return self._full[slots, mode] * self._load[mode]
 
     def _decide(self) -> None:

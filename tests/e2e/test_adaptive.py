@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from slipstream import LLM, SamplingParams
+from slipstream.device import costs
 from slipstream.engine.adaptive import Adaptive
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelLoadError
 from tests.support.block_draft import write_block_draft
 from tests.support.eagle import write_eagle3
 from tests.support.kit import VOCAB, perturb, tiny_model_dir
@@ -97,6 +98,41 @@ def test_a_draft_that_is_never_right_is_turned_off(dirs: dict[str, Path], monkey
         assert llm.stats()["drafts"]["now"] in (0, 1)
         assert set(llm._engine.scheduler.adaptive.rates(1)) >= {0, 1}  # type: ignore[union-attr]
     assert min(seen) > 0, "on a CPU every launch says what it took"
+
+
+def test_a_trained_draft_brings_what_to_expect(
+    dirs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its acceptance comes from config.json; frames are timed once, and the first may draft already."""
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+
+    def start(acceptance: Any) -> LLM:
+        draft = tmp_path / "draft"
+        write_eagle3(draft, dirs["target"], draft_vocab=24, slipstream_training={"acceptance": acceptance})
+        return build({**dirs, "eagle3": draft}, "eagle3", num_drafts=3)
+
+    timed = list[Any]()
+    real = costs.measure_modes
+    monkeypatch.setattr(costs, "measure_modes", lambda *a: timed.append(real(*a)) or timed[-1])
+    with start([0.9, 0.8]) as llm:
+        config = llm._built.engine_config
+        assert config.draft_acceptance == (0.9, 0.8) and config.mode_seconds == timed[0]
+        assert [(slots, drafts) for slots, drafts, _ in timed[0]] == [(1, k) for k in config.draft_modes]
+        adaptive = llm._engine.scheduler.adaptive
+        assert adaptive is not None and set(adaptive.rates(1)) == set(config.draft_modes)
+        expected = [1, 1.9, 1.9 + 0.72, 1.9 + 0.72 + 0.576]
+        assert adaptive.acceptance.tokens() == pytest.approx(expected)
+        params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        want = DenseReference(llm._built.model).continuation((5, 6, 7), params)
+        assert llm.generate([5, 6, 7], params)[0].outputs[0].token_ids == want
+        llm.check_idle()
+    with start([0.9, 0.8]) as llm:
+        assert len(timed) == 1 and llm._built.engine_config.mode_seconds == timed[0], "the table is kept"
+    with start([]) as llm:
+        assert llm._built.engine_config.mode_seconds == ()
+    for wrong in ([1.2], "high", [True]):
+        with pytest.raises(ModelLoadError, match=r"slipstream_training\.acceptance=.* shares from 0 to 1"):
+            start(wrong)
 
 
 def test_bad_options(dirs: dict[str, Path]) -> None:

@@ -260,7 +260,7 @@ def _compile(function: Any) -> Any:
 
 
 @pair(
-    "one compiled draft step with a step branch", rule="recompile", cold=True, provable=False,
+    "founding case 3: one compiled draft step with a step branch", rule="recompile", cold=True, provable=False,
     about="torch.compile of step(hidden, step) while the batch shrinks: a compilation per step number and batch size",
 )  # fmt: skip
 class StepBranch:

@@ -51,6 +51,8 @@ def test_the_registry_holds_the_forms_that_the_issue_names() -> None:
         "repeat-interleave", "pin-memory", "tensor-from-scalars", "explicit-sync", "allocation-growth", "recompile",
     }  # fmt: skip
     assert ENGINE[0].name.startswith("founding case 1")
+    for number in range(1, 5):
+        assert any(case.name.startswith(f"founding case {number}") for case in cases()), number
 
 
 @pytest.mark.parametrize("case", provable(), ids=lambda c: c.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -114,6 +116,61 @@ def test_a_grammar_that_is_being_compiled_holds_nobody_up() -> None:
     assert sorted(first, key=first.__getitem__)[0] == "b"
     assert text(events, "a") == expected(ask("a", grammar=True), VOCAB)
     engine.check_idle()
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2, 8])
+def test_under_load_nobody_waits_for_slow_grammars(run_ahead: int) -> None:
+    """Clients come and go while each mask of three others takes a random number of steps, the first, compiling, many:
+    from its first frame to its last a request without a grammar is in every launch, and in no more than it is alone."""
+    rng = random.Random(run_ahead)
+    away: dict[str, int] = {}
+
+    def ready(request: Request) -> bool:
+        name = request.request_id
+        if name not in away:
+            away[name] = rng.randrange(10, 60)
+        away[name] -= 1
+        if away[name] >= 0:
+            return False
+        away[name] = rng.randrange(0, 12)
+        return True
+
+    options: dict[str, Any] = {"run_ahead": run_ahead, "max_slots": 8, "num_pages": 256}
+    frames_alone = {}
+    for length in (12, 25, 40):
+        engine, device = make(None, **options)
+        engine.add(ask("alone", grammar=False, max_len=length))
+        run(engine)
+        frames_alone[length] = len(frames_of(device, 1))
+    grammars = FakeGrammars(VOCAB, ready=ready)
+    engine, device = make(grammars, **options)
+    for i in range(3):
+        engine.add(ask(f"g{i}", grammar=True, max_len=60))
+    lengths = {f"r{i}": (12, 25, 40)[i % 3] for i in range(24)}
+    coming = iter(lengths)
+    ended: set[str] = set()
+    waited = 0
+    while len(ended) < len(lengths):
+        if len(device.plans) % 3 == 0 and (name := next(coming, None)):
+            engine.add(ask(name, grammar=False, max_len=lengths[name]))
+        ended |= {e.request_id for e in engine.step() if e.finish_reason and e.request_id in lengths}
+        running = any(s.grammar is None for s in engine.scheduler.running.values())
+        waited += grammars.waits if running else 0
+        grammars.waits = 0
+    assert waited == 0, "the loop stood still while somebody could run"
+    run(engine)
+    engine.check_idle()
+    of: dict[str, list[int]] = {}
+    owner: dict[int, str] = {}
+    for plan in device.plans:
+        owner.update({admit.slot: admit.request.request_id for admit in plan.admits})
+        for slot in plan.decode:
+            if slot:
+                of.setdefault(owner[slot], []).append(plan.seq)
+    for name, length in lengths.items():
+        assert of[name] == [*range(of[name][0], of[name][-1] + 1)], f"{name} was left out of a launch"
+        assert len(of[name]) <= frames_alone[length], name
+    assert any(b - a > 1 for i in range(3) for a, b in pairwise(of[f"g{i}"])), "the grammars were not slow"
 
 
 def test_the_step_waits_when_nothing_else_can_run() -> None:

@@ -7,7 +7,7 @@ engine's events and says what the engine must be told: tokens that were returned
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from slipstream.errors import InvalidRequestError
@@ -16,6 +16,7 @@ from slipstream.models.mrope import Media
 from slipstream.outputs import CompletionOutput, Logprob, Logprobs, RequestOutput, StreamChunk
 from slipstream.text import TextStream, Tokenizer
 from slipstream.text.grammar import Grammars
+from slipstream.text.token_rules import bad_word_ids
 from slipstream.types import Request, SamplingParams, TokenEvent
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -139,6 +140,20 @@ def prepare(
         raise InvalidRequestError(f"speculative={drafts}, but {why}; the limit is {engine}")
     if params.stop and not tokenizer.present:
         raise InvalidRequestError(f"stop={list(params.stop)!r} needs a tokenizer, and this model has none")
+    for name, listed in (
+        ("allowed_token_ids", (params.allowed_token_ids or (),)),
+        ("bad_word_ids", params.bad_word_ids),
+    ):
+        for i in (i for some in listed for i in some):
+            if i >= vocab:
+                raise InvalidRequestError(f"{name}: token id {i} must be below the vocabulary size {vocab}")
+    if params.bad_words:
+        if not tokenizer.present:
+            raise InvalidRequestError(
+                f"bad_words={list(params.bad_words)!r:.100} needs a tokenizer; this model has none"
+            )
+        more = bad_word_ids(tokenizer, params.bad_words)
+        params = replace(params, bad_words=(), bad_word_ids=(*params.bad_word_ids, *more))
     if params.structured_outputs is not None:
         grammars.check(params.structured_outputs)
     return Prepared(text, ids, params, service)

@@ -22,8 +22,14 @@ MAX_LOGIT_BIAS = 300
 MAX_PROCESSORS = 8
 """Custom processors of an engine: columns of slot state."""
 
+MAX_ALLOWED = 1 << 14
+"""Token ids in allowed_token_ids."""
+
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_IDS = 256
+
 _NOT_BUILT: dict[str, Any] = {
-    "bad_words": None,
     "best_of": None,
     "use_beam_search": False,
 }
@@ -44,6 +50,10 @@ class SamplingParams:
     logprobs: each output token's log-probability, and those of so many of the likeliest (at most MAX_LOGPROBS), of the
     model's own logits, before any of the above. prompt_logprobs: the same for the prompt, which is then read without
     the prefix cache.
+    allowed_token_ids: the only ones that the output may have, at most MAX_ALLOWED; an end token that is not among them
+    does not come. bad_words: texts that the output shall not have, at most MAX_BAD_WORDS, by their tokens: at the
+    beginning of a text, and behind a space; each one's last token is masked where it would complete it. bad_word_ids:
+    the same as token ids; those of bad_words come to it. Both are masks as a grammar's, and may stand beside one.
     speculative: most drafts per round for this request, "off" (or 0) for none; None: as many as the engine makes. It
     decides speed only.
     structured_outputs: what the answer's text must look like, a StructuredOutputsParams or a mapping of its fields;
@@ -76,8 +86,10 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     logits_processors: Mapping[str, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    bad_word_ids: Sequence[Sequence[int]] = ()
     # Known from other engines, refused by name until they are built.
-    bad_words: Any = None
     best_of: Any = None
     use_beam_search: bool = False
 
@@ -125,12 +137,21 @@ class SamplingParams:
         ids = tuple(self.stop_token_ids or ())
         for i in ids:
             _whole("stop_token_ids", i, 0, 2**31 - 1)
+        object.__setattr__(self, "allowed_token_ids", _allowed(self.allowed_token_ids))
+        object.__setattr__(self, "bad_words", _words(self.bad_words))
+        object.__setattr__(self, "bad_word_ids", _word_ids(self.bad_word_ids))
         object.__setattr__(self, "stop", stops)
         object.__setattr__(self, "stop_token_ids", ids)
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def masked(self) -> bool:
+        """Whether what may come is masked, by a grammar or by lists of tokens."""
+        lists = self.allowed_token_ids is not None or bool(self.bad_words) or bool(self.bad_word_ids)
+        return lists or self.structured_outputs is not None
 
     @property
     def penalized(self) -> bool:
@@ -150,6 +171,45 @@ class SamplingParams:
             if name not in known:
                 raise InvalidRequestError(f"{name!r} is not a sampling parameter")
         return cls(**values)
+
+
+def _allowed(given: Any) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    if isinstance(given, (str, bytes)) or not isinstance(given, (Sequence, np.ndarray)) or not len(given):
+        raise InvalidRequestError(f"allowed_token_ids={given!r:.100} must be a list of token ids, and not empty")
+    if len(given) > MAX_ALLOWED:
+        raise InvalidRequestError(f"allowed_token_ids has {len(given)} entries; the limit is {MAX_ALLOWED}")
+    for i in given:
+        _whole("allowed_token_ids", i, 0, 2**31 - 1)
+    return tuple(int(i) for i in given)
+
+
+def _words(given: Any) -> tuple[str, ...]:
+    if given is None:
+        return ()
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise InvalidRequestError(f"bad_words={given!r:.100} must be a list of texts")
+    if len(given) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"bad_words has {len(given)} entries; the limit is {MAX_BAD_WORDS}")
+    for word in given:
+        if not isinstance(word, str) or not word:
+            raise InvalidRequestError(f"bad_words {word!r:.100} must be non-empty text")
+        if len(word) > MAX_BAD_WORD_CHARS:
+            raise InvalidRequestError(f"bad_words has a text of {len(word)} characters; limit {MAX_BAD_WORD_CHARS}")
+    return tuple(given)
+
+
+def _word_ids(given: Any) -> tuple[tuple[int, ...], ...]:
+    words = [tuple(word) for word in given or ()]
+    if len(words) > 4 * MAX_BAD_WORDS:
+        raise InvalidRequestError(f"bad_word_ids has {len(words)} entries; the limit is {4 * MAX_BAD_WORDS}")
+    for word in words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_IDS:
+            raise InvalidRequestError(f"bad_word_ids has one of {len(word)} ids; it must be 1 to {MAX_BAD_WORD_IDS}")
+        for i in word:
+            _whole("bad_word_ids", i, 0, 2**31 - 1)
+    return tuple(words)
 
 
 def _whole(name: str, value: object, low: int, high: int) -> None:

@@ -88,7 +88,7 @@ class ControlWriter:
         request, params, n = a.request, a.request.params, len(a.tokens)
         of_prompt = params.prompt_logprobs if request.child == 0 else None
         drafts = self.num_drafts if request.num_drafts is None else min(request.num_drafts, self.num_drafts)
-        masked = params.structured_outputs is not None
+        masked = params.masked
         self._media.pop(a.slot, None)
         if request.media is not None:
             self._media[a.slot] = request.media
@@ -97,7 +97,7 @@ class ControlWriter:
             ("active", 0),
             ("committed", n - 1),
             ("max_len", request.max_len),
-            # The host has put min_tokens into a grammar's masks: where only the end is allowed, that wins.
+            # The host has put min_tokens into the masks: where only the end is allowed, that wins.
             ("min_len", 0 if masked else len(request.prompt_token_ids) + params.min_tokens),
             ("masked", int(masked)),
             ("prompt_len", len(request.prompt_token_ids)),

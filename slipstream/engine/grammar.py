@@ -50,13 +50,13 @@ class GrammarDesk:
         self.pending: list[Sequence] = []
 
     def check(self, request: Request) -> None:
-        """Raises InvalidRequestError where there are no grammars."""
-        if request.params.structured_outputs is not None and self.grammars is None:
+        """Raises InvalidRequestError where there are no masks."""
+        if request.params.masked and self.grammars is None:
             raise InvalidRequestError("structured_outputs: this engine was built without grammars")
 
     def open(self, seq: Sequence) -> bool:
-        """Whether the sequence has a grammar: then it is held until its first masks are here."""
-        if seq.request.params.structured_outputs is None:
+        """Whether the sequence has a grammar, or lists of tokens: then it is held until its first masks are here."""
+        if not seq.request.params.masked:
             return False
         assert self.grammars is not None
         seq.grammar = self.grammars.open(seq.request)

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from slipstream.errors import InvalidRequestError, UnsupportedError
+from slipstream.params import MAX_ALLOWED, MAX_BAD_WORDS
 from slipstream.structured import MAX_CHOICES, StructuredOutputsParams
 from slipstream.types import SamplingParams
 
@@ -22,7 +23,7 @@ MAX_TOOLS = 128
 MAX_CALLS = 128
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (), "audio": (), "bad_words": ([],), "best_of": (1,), "chat_template": (),
+    "audio": (), "best_of": (1,), "chat_template": (),
     "continue_final_message": (False,), "echo": (False,), "function_call": ("none",),
     "functions": ([],), "modalities": (["text"],), "prediction": (),
     "prompt_embeds": (), "reasoning_effort": (),
@@ -59,6 +60,8 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     logit_bias: dict[str, float] = {}
     prompt_logprobs: int | None = None
     logits_processors: dict[str, float] = {}
+    allowed_token_ids: Annotated[list[int], Meta(max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] = []
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
     guided_decoding: dict[str, Any] | None = None
@@ -260,7 +263,8 @@ def sampling(
         skip_special_tokens=body.skip_special_tokens, include_stop_str_in_output=body.include_stop_str_in_output,
         presence_penalty=body.presence_penalty, frequency_penalty=body.frequency_penalty,
         logit_bias=body.logit_bias, structured_outputs=form,
-        logits_processors=body.logits_processors, **chosen,
+        logits_processors=body.logits_processors, allowed_token_ids=body.allowed_token_ids,
+        bad_words=body.bad_words, **chosen,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from slipstream.errors import InvalidRequestError, RequestFailedError, SlipstreamError, UnsupportedError
 from slipstream.structured import MaskRows, RoundMasks, StructuredOutputsParams
 from slipstream.text.repeats import check_lark, check_regex, check_schema, may_be_forced, unforced
+from slipstream.text.token_rules import RuledMasks
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Request
 
@@ -119,11 +120,16 @@ class Grammars:
 
     # -- for the engine --------------------------------------------------------------------------------------------
 
-    def open(self, request: Request) -> GrammarMasks:
+    def open(self, request: Request) -> GrammarMasks | RuledMasks:
         """Masks of a request's sequence; what is wrong with its grammar comes out of `poll`."""
-        spec = request.params.structured_outputs
-        assert spec is not None
-        return GrammarMasks(self, spec, stop_ids=request.stop_ids, min_tokens=request.params.min_tokens)
+        params, made = request.params, None
+        if params.structured_outputs is not None:
+            made = GrammarMasks(
+                self, params.structured_outputs, stop_ids=request.stop_ids, min_tokens=params.min_tokens
+            )
+            if params.allowed_token_ids is None and not params.bad_word_ids:
+                return made
+        return RuledMasks(request, self._inside, made)
 
     def wait(self, seconds: float) -> None:
         """Block until some masks are ready, or for so long."""
@@ -202,7 +208,7 @@ class Grammars:
             if self._vocabulary is None:
                 tokenizer = self.tokenizer
                 self._pieces = [tokenizer.token_bytes(i) for i in range(self.vocab_size)]
-                wrapped = self._library.TokenizerWrapper(_Words(tokenizer, self._pieces, self.eos_ids[0]))
+                wrapped = self._library.TokenizerWrapper(_Words(tokenizer, self._pieces, self.eos_ids))
                 self._vocabulary = self._library.LLTokenizer(
                     wrapped, n_vocab=self.vocab_size, eos_token=list(self.eos_ids)
                 )
@@ -413,11 +419,12 @@ class _Until:
 class _Words:
     """The vocabulary as the library's wrapper wants it."""
 
-    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_id: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, tokens: list[bytes], eos_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self.tokens = tokens
-        self.eos_token_id, self.bos_token_id = eos_id, tokenizer.bos_id
-        self.special_token_ids = sorted(i for i in tokenizer.special_ids if i < len(tokens))
+        self.eos_token_id, self.bos_token_id = eos_ids[0], tokenizer.bos_id
+        # What ends an answer is never text in it, special token or not.
+        self.special_token_ids = sorted({*(i for i in tokenizer.special_ids if i < len(tokens)), *eos_ids})
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Ids of exactly this text; none where the tokenizer changes or cannot write it."""

@@ -352,7 +352,7 @@ BAD_PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "stop id negative": ({"stop_token_ids": [-1]}, "stop_token_ids=-1"),
 }
 NOT_BUILT = {
-    "bad_words": ["x"], "best_of": 2, "use_beam_search": True,
+    "best_of": 2, "use_beam_search": True,
 }  # fmt: skip
 
 

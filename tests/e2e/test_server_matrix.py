@@ -34,8 +34,15 @@ FIELDS: dict[str, dict[str, Any]] = {
     "n": {"n": 3},
     "tenant": {"cache_salt": "a", "priority": 3},
     "fewer": {"speculative": 1},
+    "lists": {
+        "allowed_token_ids": list(range(96)), "bad_words": ["w3", "w61 w8", "w9 w31"], "min_tokens": 6,
+        "stop_token_ids": [11, 40], "ignore_eos": False,
+    },
+    "lists-grammar": {
+        "structured_outputs": {"regex": "( ?w[0-9]+){5,9}"}, "bad_words": ["w5", "w6"], "ignore_eos": False,
+    },
     "grammar": {"structured_outputs": {"regex": "( ?w[0-9]+){5,9}"}, "ignore_eos": False},
-}
+}  # fmt: skip
 DRAFTERS = ("ngram", "suffix", "draft-good", "draft-bad", "eagle3", "eagle3-tree", "mtp", "dflash", "dspark")
 FACTORS = {
     "drafter": DRAFTERS, "fields": tuple(FIELDS), "sampling": ("greedy", "seeded"), "route": ("completions", "chat"),

@@ -152,6 +152,15 @@ def test_nothing_is_masked_before_the_reasoning_ends(grammars: Grammars, after: 
     assert words(rows(masks, [*ids("q"), *end, *ids("5")])[0]) == {"x"}
 
 
+def test_what_ends_an_answer_is_never_its_text(tokenizer: Tokenizer) -> None:
+    """An end token that is no special one: going back over it as a draft left the grammar a word too far."""
+    made = Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[WORDS.index("q")])
+    masks = opened(made, stop_ids=(), regex="([qa]b){2,3}")
+    assert words(rows(masks)[0]) == {"a", "ab"}
+    assert [words(r) for r in rows(masks, "ab", "abq")] == [{"a", "ab"}, {"b"}, {"a", "ab", "q"}, {"q"}]
+    assert [words(r) for r in rows(masks, "abab", "ab")] == [{"a", "ab", "q"}, {"b"}, {"q"}]
+
+
 def test_schemas_and_copies(grammars: Grammars) -> None:
     one, two = (opened(grammars, json=SCHEMA, disable_any_whitespace=True) for _ in range(2))
     assert words(rows(one)[0]) == words(rows(two)[0]) == {'{"'}, "forced text is written as the tokenizer writes it"

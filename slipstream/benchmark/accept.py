@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.benchmark.decode import versions
+from slipstream.draft.default import with_default_draft
 from slipstream.draft.options import TREE_HELP, tree_values
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.types import SamplingParams, SpecStats
@@ -31,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--prompts", metavar="FILE", required=True, help='JSON lines with "prompt" or "turns", and perhaps "category"')
     add("--model", metavar="M", help="directory, GGUF file or hub id (default: SmolLM2-135M-Instruct)")
-    add("--draft", metavar="D", required=True, help='"ngram", "suffix", "mtp" or the path of a draft')
+    add("--draft", metavar="D", help='"ngram", "suffix", "mtp" or the path of a draft (default: the default model\'s)')
+    add("--adaptive", action="store_true", default=None, help="draft only as much as pays; so it is without --draft")
     add("--num-drafts", type=int, metavar="K", help="drafts per round")
     add("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
     add("--max-prompts", type=int, metavar="N", help="at most N prompts, taken evenly from the file")
@@ -128,7 +130,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--plot needs matplotlib: pip install 'slipstream[bench]'")
     if args.plot and not Path(args.plot).absolute().parent.is_dir():
         raise ConfigError(f"--plot {args.plot!r}: its folder does not exist")
-    rows, left_out = measure(args, prompts)
+    options = drafting_options(args)
+    rows, left_out = measure(args, prompts, options)
     report = {"versions": versions(), "command": sys.argv[1:], "left_out": left_out, "rows": rows}
     if args.json:
         print(json.dumps(report))
@@ -137,22 +140,37 @@ def run(args: argparse.Namespace) -> int:
         if left_out:
             print(f"{left_out} prompts are longer than the context and were left out")
     if args.plot:  # last: what was measured must not be lost with it
-        plot(rows, Path(args.plot), f"{args.draft}, {args.draft_tree or args.num_drafts or 'default'} drafts")
+        name, drafts = Path(options["draft"]).name, args.draft_tree or args.num_drafts or "default"
+        plot(rows, Path(args.plot), f"{name}, {drafts} drafts")
     return 0
 
 
-def measure(args: argparse.Namespace, prompts: Sequence[Prompt]) -> tuple[list[dict[str, Any]], int]:
+def drafting_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What of the arguments the drafting engine gets and plain decoding does not."""
+    given = {
+        "draft": args.draft, "num_drafts": args.num_drafts, "adaptive": args.adaptive,
+        "draft_tree": args.draft_tree and tree_values(args.draft_tree),
+    }  # fmt: skip
+    chosen = {name: value for name, value in given.items() if value is not None}
+    options = with_default_draft({"model": args.model, **chosen})
+    del options["model"]
+    if "draft" not in options:
+        raise ConfigError("--draft is missing: no draft comes with the package for this model")
+    return options
+
+
+def measure(
+    args: argparse.Namespace, prompts: Sequence[Prompt], drafts: dict[str, Any]
+) -> tuple[list[dict[str, Any]], int]:
     """A row per category, then one for all; and how many prompts did not fit."""
     from slipstream.llm import LLM
 
     common = {k: getattr(args, k) for k in ("dtype", "device", "threads") if getattr(args, k) is not None}
     common["max_slots"] = max(args.batch, 1)
-    given = {"num_drafts": args.num_drafts, "draft_tree": args.draft_tree and tree_values(args.draft_tree)}
-    drafts = {name: value for name, value in given.items() if value is not None}
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     tallies: dict[str, Tally] = {}
     left_out = 0
-    with LLM(args.model, draft=args.draft, seed=args.seed, **drafts, **common) as drafting:
+    with LLM(args.model, seed=args.seed, **drafts, **common) as drafting:
         plain = None if args.no_plain else LLM(args.model, seed=args.seed, **common)
         try:
             asked = []

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from slipstream.draft.default import with_default_draft
 from slipstream.draft.options import SCHEDULE_HELP, TREE_HELP, WEIGHTS_HELP, tree_values
 from slipstream.errors import ConfigError, InvalidRequestError
 from slipstream.types import MAX_DRAFTS, SamplingParams
@@ -64,7 +65,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="D",
         help='"ngram", "suffix", "mtp" (the prediction head in the model\'s own checkpoint), or a draft (folder or hub '
         "id): an EAGLE-3, MTP, DFlash or DSpark head for the model, or a smaller model with the same vocabulary "
-        "(default: none)",
+        '(default: the one that comes for the default model, adaptive; none for others; "none" drafts nothing)',
     )
     group.add_argument("--num-drafts", type=int, metavar="K", help=f"drafts per round, at most {MAX_DRAFTS}")
     group.add_argument("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
@@ -161,11 +162,13 @@ def fit(params: SamplingParams, room: int) -> SamplingParams:
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `LLM`; an option that was not given is left to the engine's own default.
+    """Keyword arguments of `LLM`; an option that was not given is left to the engine's own default, but for the draft
+    of the default model.
 
     Raises ConfigError for drafts that cannot be: too many, or a number of them without a drafter.
     """
     chosen = {name: getattr(args, name) for name in ENGINE_OPTIONS if getattr(args, name) is not None}
+    chosen = with_default_draft(chosen)
     drafts = chosen.get("num_drafts", 0)
     if not 0 <= drafts <= MAX_DRAFTS:
         raise ConfigError(f"--num-drafts {drafts} must be between 0 and {MAX_DRAFTS}")

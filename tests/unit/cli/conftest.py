@@ -6,11 +6,13 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slipstream.draft import default
 from slipstream.errors import InvalidRequestError
 from slipstream.types import SpecStats
 
@@ -104,6 +106,12 @@ class Engine:
 
     def close(self) -> None:
         self.closed += 1
+
+
+@pytest.fixture(autouse=True)
+def _no_draft_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a command line says is all there is."""
+    monkeypatch.setattr(default, "FOLDER", tmp_path / "no-draft")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -41,6 +41,7 @@ from slipstream.server.protocol import (
 from slipstream.server.replies import Shape, as_json, error_body
 from slipstream.server.streams import ClientLeftError, EventStream, finish
 from slipstream.text.grammar import GRAMMAR_FAULT
+from slipstream.text.token_rules import RULES_FAULT
 from slipstream.text.turns import Turn
 from slipstream.types import SamplingParams
 
@@ -83,8 +84,10 @@ class Server:
         if self.draining:
             raise HTTPException(503, "the server is shutting down")
         service = Service(priority=body.priority, cache_salt=body.cache_salt)
-        prepared = await asyncio.to_thread(self._prepare, prompts, params, service)
         chat = isinstance(body, ChatBody)
+        if body.truncate_prompt_tokens is not None or not (chat or body.add_special_tokens):
+            prompts = await asyncio.to_thread(self._as_ids, body, prompts, params)
+        prepared = await asyncio.to_thread(self._prepare, prompts, params, service)
         head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -102,11 +105,29 @@ class Server:
             return EventStream(flight, shape, body.stream_options or StreamOptions())
         outputs = await finish(flight, request.receive)
         failed = [out for output in outputs for out in output.outputs if out.finish_reason == "error"]
-        if failed and all((out.error or "").startswith(GRAMMAR_FAULT) for out in failed):
-            return _json(error_body(str(failed[0].error), "invalid_request_error", param="structured_outputs"), 400)
+        for fault, param in ((GRAMMAR_FAULT, "structured_outputs"), (RULES_FAULT, "allowed_token_ids")):
+            if failed and all((out.error or "").startswith(fault) for out in failed):
+                return _json(error_body(str(failed[0].error), "invalid_request_error", param=param), 400)
         if failed:
             return _json(error_body("an answer failed; others are not affected", "server_error"), 500)
         return _json(shape.whole(outputs))
+
+    def _as_ids(
+        self, body: CompletionBody | ChatBody, prompts: Sequence[Prompt], params: SamplingParams
+    ) -> list[Prompt]:
+        """Prompts as the body says that text becomes tokens, and how many of them are read."""
+        most, context = body.truncate_prompt_tokens, self.engine.ready.limits.max_model_len
+        if most is not None and most != -1 and not 1 <= most < context:
+            raise InvalidRequestError(f"truncate_prompt_tokens={most} must be -1 or from 1 to {context - 1}")
+        fits = max(1, context - (params.max_tokens or 1))
+        encode = self.engine.tokenizer.encode
+        made: list[Prompt] = []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                prompt = encode(prompt, add_special_tokens=body.add_special_tokens)
+            assert not isinstance(prompt, Mapping)
+            made.append([*prompt] if most is None else [*prompt][-(fits if most == -1 else most) :])
+        return made
 
     def _prepare(self, prompts: Sequence[Prompt], params: SamplingParams, service: Service) -> list[Prepared]:
         return [self.engine.prepare(prompt, params, service) for prompt in prompts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -94,8 +95,9 @@ def converse(body: ChatBody, params: SamplingParams, tokenizer: Tokenizer, forma
     kind = formats.tools or usual_format(tokenizer)
     messages, shown = offered(tokenizer, [m.plain() for m in body.messages], tools, body.tools, kind)
     text = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=body.add_generation_prompt, tools=shown, **_variables(body)
-    )
+        messages, add_generation_prompt=body.add_generation_prompt, tools=shown,
+        continue_final_message=body.continue_final_message, **_variables(body, tokenizer),
+    )  # fmt: skip
     marks = None if formats.reasoning is None else reasoning_marks(formats.reasoning)
     thinking = None if marks is None else still_thinking(text, marks)
     spec = params.structured_outputs
@@ -116,7 +118,7 @@ def converse(body: ChatBody, params: SamplingParams, tokenizer: Tokenizer, forma
             make_id=_mistral_id if kind == "mistral" else _call_id, most_calls=most,
         )  # fmt: skip
 
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=body.add_special_tokens)
     return Conversation(ids=ids, params=params, turn=turn if tools or marks is not None else None)
 
 
@@ -166,11 +168,19 @@ def _forced(
     return StructuredOutputsParams(grammar=grammar, own=True)
 
 
-def _variables(body: ChatBody) -> dict[str, Any]:
-    taken = {"self", "messages", "tools", "add_generation_prompt", "template", "tokenize", "name"}
+def _variables(body: ChatBody, tokenizer: Tokenizer) -> dict[str, Any]:
+    taken = {
+        "self", "messages", "tools", "add_generation_prompt", "template", "tokenize", "name", "documents",
+        "continue_final_message",
+    }  # fmt: skip
     if clash := sorted(taken & set(body.chat_template_kwargs)):
         raise InvalidRequestError(f"chat_template_kwargs: {clash[0]!r} has a field of its own")
-    return body.chat_template_kwargs
+    if not body.documents:
+        return body.chat_template_kwargs
+    template = tokenizer.chat_template
+    if template is not None and not any(re.search(r"\bdocuments\b", source) for source in template.sources):
+        raise UnsupportedError("documents: the model's chat template knows none; put them into a message")
+    return {**body.chat_template_kwargs, "documents": body.documents}
 
 
 def _special(tokenizer: Tokenizer, marks: Sequence[str]) -> bool:

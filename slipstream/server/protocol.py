@@ -21,18 +21,33 @@ MAX_STOP_CHARS = 256
 MAX_IDS = 1 << 20
 MAX_TOOLS = 128
 MAX_CALLS = 128
+MAX_DOCUMENTS = 256
 
 NOT_BUILT: dict[str, tuple[Any, ...]] = {
-    "audio": (), "best_of": (1,), "chat_template": (),
-    "continue_final_message": (False,), "echo": (False,), "function_call": ("none",),
-    "functions": ([],), "modalities": (["text"],), "prediction": (),
-    "prompt_embeds": (), "reasoning_effort": (),
-    "service_tier": ("auto", "default"), "store": (False,), "suffix": ("",),
+    "audio": (), "chat_template": (), "detokenize": (True,), "early_stopping": (False,), "echo": (False,),
+    "function_call": ("none",), "functions": ([],), "guided_decoding_backend": (), "guided_whitespace_pattern": (),
+    "include_reasoning": (True,), "kv_transfer_params": (), "length_penalty": (1, 1.0), "mm_processor_kwargs": (),
+    "modalities": (["text"],), "prediction": (), "prompt_embeds": (), "reasoning_effort": (), "request_id": (),
+    "return_tokens_as_token_ids": (False,), "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (False,), "store": (False,), "suffix": ("",),
     "chat_template_kwargs": ({},), "parallel_tool_calls": (True, False), "tool_choice": ("none",), "tools": ([],),
-    "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (),
-    "web_search_options": (),
+    "top_logprobs": (0,), "use_beam_search": (False,), "verbosity": (), "vllm_xargs": (), "web_search_options": (),
 }  # fmt: skip
 """Fields that other servers have: refused by name unless they say what is done anyway, one of these or null."""
+
+INSTEAD = {
+    "chat_template": "a template is code, and only the model's own is run; chat_template_kwargs reach it",
+    "echo": "the chat route has no prompt text; /v1/completions has echo",
+    "function_call": "give tool_choice", "functions": "give tools",
+    "guided_decoding_backend": "grammars are llguidance's",
+    "guided_whitespace_pattern": "structured_outputs has disable_any_whitespace",
+    "prompt_embeds": "embeddings are taken by LLM only, not by a server",
+    "reasoning_effort": "what the template takes goes into chat_template_kwargs",
+    "request_id": "send it as the header x-request-id",
+    "spaces_between_special_tokens": "the text is that of the tokens, and nothing is put between them",
+    "store": "nothing is kept once it is answered", "suffix": "the model only continues a prompt",
+}  # fmt: skip
+"""Why, and what to do about it."""
 
 Text = str
 Ids = list[int]
@@ -46,7 +61,12 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields of both routes; ranges are those of `SamplingParams`. user is accepted and has no effect."""
+    """Fields of both routes; ranges are those of `SamplingParams`.
+
+    user, safety_identifier, prompt_cache_key and metadata say who asks and for what: they have no effect on an answer.
+    truncate_prompt_tokens: only so many of the prompt's last tokens are read, -1: as many as leave room for max_tokens.
+    best_of: how many answers are made, which must be n.
+    """
 
     model: str | None = None
     temperature: float | None = None
@@ -84,6 +104,11 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = None
+    best_of: int | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class CompletionBody(Sampling, kw_only=True):
@@ -92,6 +117,7 @@ class CompletionBody(Sampling, kw_only=True):
 
     logprobs: int | bool | None = None
     echo: bool = False
+    add_special_tokens: bool = True
     prompt: str | Annotated[list[str | int | Annotated[list[int], Meta(max_length=MAX_IDS)]], Meta(max_length=MAX_IDS)]
 
     def prompts(self) -> list[str | list[int]]:
@@ -171,11 +197,18 @@ Messages = Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ChatBody(Sampling):
+    """continue_final_message: the answer goes on with the last message's text; it needs add_generation_prompt=false.
+    add_special_tokens: those of the tokenizer around the template's text, which has its own as a rule. documents: for
+    templates that know them."""
+
     messages: Messages
     logprobs: bool = False
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    documents: Annotated[list[dict[str, str]], Meta(max_length=MAX_DOCUMENTS)] = []
     tools: Annotated[list[dict[str, Any]], Meta(max_length=MAX_TOOLS)] = []
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -227,7 +260,8 @@ def read_body(data: bytes, kind: type[Body]) -> Body:
         elif name not in NOT_BUILT:
             raise InvalidRequestError(f"unknown field {name[:64]!r}")
         elif not any(value == off and isinstance(value, bool) == isinstance(off, bool) for off in NOT_BUILT[name]):
-            raise UnsupportedError(f"{name} is not supported by this version; leave it out")
+            why = f": {INSTEAD[name]}" if name in INSTEAD else ""
+            raise UnsupportedError(f"{name} is not supported by this version; leave it out{why}")
     try:
         return msgspec.convert(given, kind)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -255,6 +289,8 @@ def sampling(
     if isinstance(body, CompletionBody) and body.echo:
         of_prompt = logprobs if of_prompt is None else of_prompt
         max_tokens = 1 if max_tokens == 0 and not body.stream else max_tokens
+    if body.best_of is not None and body.best_of != body.n:
+        raise UnsupportedError(f"best_of={body.best_of} is not supported by this version where it is not n={body.n}")
     if body.stream and of_prompt is not None:
         raise InvalidRequestError("prompt_logprobs, or echo with logprobs, needs stream=false")
     return replace(

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 
-from slipstream.errors import InvalidRequestError, UnsupportedError
+from slipstream.errors import InvalidRequestError
 from slipstream.text.sandbox import Budget, LimitError, make_environment
 
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -42,12 +42,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Any] | None = None,
         name: str | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The prompt. Raises InvalidRequestError for bad messages, a failing template or a limit."""
+        """The prompt. continue_final_message: it ends where the content of the last message does, for an answer that
+        goes on from there. Raises InvalidRequestError for bad messages, a failing template or a limit."""
         _check_messages(messages)
-        if variables.pop("continue_final_message", False):
-            raise UnsupportedError("continue_final_message=True is not supported; end with a user message")
+        if continue_final_message:
+            if add_generation_prompt:
+                raise InvalidRequestError("continue_final_message needs add_generation_prompt=false")
+            messages = _marked(messages)
         compiled = self._template(name, bool(tools))
         known = {
             **self._special,
@@ -58,7 +62,10 @@ class ChatTemplate:
             **Budget().variables(),
         }
         try:
-            return compiled.render(known)
+            text = compiled.render(known)
+            return _cut(text) if continue_final_message else text
+        except InvalidRequestError:
+            raise
         except LimitError as error:
             raise InvalidRequestError(f"chat template over the limit: {error}") from error
         except Exception as error:  # whatever the template's code ran into is the request's fault
@@ -80,6 +87,24 @@ class ChatTemplate:
             except (jinja2.TemplateError, RecursionError, SyntaxError) as error:
                 raise InvalidRequestError(f"chat template does not compile: {str(error)[:200]}") from error
         return self._compiled[name]
+
+
+_END = "\ue000end-of-final-message\ue000"
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """With a mark behind the last message's content: a template may write more there than what ends a message."""
+    last = messages[-1]
+    if not isinstance(last.get("content"), str) or not last["content"]:
+        raise InvalidRequestError("continue_final_message needs a last message with text")
+    return [*messages[:-1], {**last, "content": last["content"] + _END}]
+
+
+def _cut(text: str) -> str:
+    at = text.rfind(_END)
+    if at < 0:
+        raise InvalidRequestError("continue_final_message: the chat template does not show the last message as it is")
+    return text[:at]
 
 
 def _check_messages(messages: Any) -> None:

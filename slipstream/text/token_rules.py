@@ -15,6 +15,8 @@ from slipstream.types import Request
 if TYPE_CHECKING:
     from slipstream.text.grammar import GrammarMasks
 
+RULES_FAULT = "allowed_token_ids and bad_words"
+"""How the error begins that ends a request with nothing left to say."""
 Words = tuple[tuple[int, ...], ...]
 
 
@@ -80,7 +82,7 @@ class RuledMasks:
             rows &= found.rows
         if not rows[0].any():
             beside = "" if self._inner is None else " beside the grammar"
-            raise RequestFailedError(f"allowed_token_ids and bad_words leave no token{beside}")
+            raise RequestFailedError(f"{RULES_FAULT} leave no token{beside}")
         return RoundMasks(rows, None if found is None else found.drafts)
 
     def _fill(self, row: MaskRows, path: tuple[int, ...], index: int) -> None:

@@ -15,6 +15,8 @@ FIELDS = (
     "logprobs", "top_logprobs", "prompt_logprobs", "echo", "suffix", "best_of", "response_format", "tools",
     "tool_choice", "parallel_tool_calls", "guided_json", "guided_regex", "structured_outputs", "logits_processors",
     "guided_choice", "guided_grammar", "guided_decoding", "chat_template_kwargs", "reasoning_effort",
+    "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "add_special_tokens", "continue_final_message",
+    "documents", "metadata",
     "__proto__", "prompt\u0000", "",
 )  # fmt: skip
 ODD: list[Any] = [
@@ -38,7 +40,8 @@ SHAPES: list[Any] = [
     {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "string", "pattern": "(?=a)"}}},
     {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {"allOf": [{}] * 500}}},
     {"type": "array", "items": {"enum": ["w5"]}}, "(w5|w9) w7", "[" * 2000, "(", ["w5", "w9 w7"], {"enum": ["w5", 5]},
-    'start: "w5" start | "w9"', "", {"$ref": "http://127.0.0.1:1/schema"}, {"$ref": "#/nowhere"},
+    'start: "w5" start | "w9"', "", 'start: "w5" b\nb: /( w7)+/ " w7"', 'start: A{9000}\nA: " w5"{900}',
+    {"$ref": "http://127.0.0.1:1/schema"}, {"$ref": "#/nowhere"},
 ]  # fmt: skip
 """What an answer should look like, most of it nonsense."""
 

@@ -19,6 +19,7 @@ from slipstream.server.app import Server, build_app
 from slipstream.server.engine_client import EngineClient
 from slipstream.server.engine_process import EngineProcess, ready
 from slipstream.server.messages import Stop, encode
+from tests.support.server import until
 
 
 class InProcessServer:
@@ -70,8 +71,8 @@ class InProcessServer:
     def check_idle(self) -> None:
         """Nothing runs: no slot and no page is held by anybody."""
         assert self.fault is None, self.fault
-        state = self._do(self._engine.stats(check=True)).result(60)
-        assert state["idle"] and "leak" not in state, state
+        state = until(lambda: (state := self._do(self._engine.stats(check=True)).result(60))["idle"] and state)
+        assert "leak" not in state, state
         pools = state["pools"]
         assert pools["slots_free"] == pools["slots"]
         assert pools["pages_free"] + pools["pages_cached"] == pools["pages"]

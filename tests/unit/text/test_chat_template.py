@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from slipstream.errors import InvalidRequestError, UnsupportedError
+from slipstream.errors import InvalidRequestError
 from slipstream.text import ChatTemplate
 from tests.support.text_kit import CHATML
 
@@ -175,8 +175,26 @@ def test_errors_are_short_and_the_requests_fault():
     assert len(str(caught.value)) < 300
     with pytest.raises(InvalidRequestError, match="limit 1048576"):
         ChatTemplate({"default": "x" * (1 << 21)}).render(SAY)
-    with pytest.raises(UnsupportedError, match="continue_final_message"):
-        ChatTemplate({"default": "x"}).render(SAY, continue_final_message=True)
+
+
+CLOSED = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</end>\n{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["Once upon", "e", "n", "two \n", "</end>"])
+def test_an_answer_goes_on_from_the_last_message(content: str):
+    made = ChatTemplate({"default": CLOSED})
+    said = [*SAY, {"role": "assistant", "content": content}]
+    text = made.render(said, add_generation_prompt=False, continue_final_message=True)
+    assert text == made.render(SAY, add_generation_prompt=False) + f"<assistant>{content}"
+    with pytest.raises(InvalidRequestError, match="needs add_generation_prompt=false"):
+        made.render(said, continue_final_message=True)
+    for last in ({"role": "assistant", "content": ""}, {"role": "assistant", "content": [1]}, {"role": "assistant"}):
+        with pytest.raises(InvalidRequestError, match="a last message with text"):
+            made.render([*SAY, last], add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(InvalidRequestError, match="does not show the last message"):
+        ChatTemplate({"default": "x"}).render(said, add_generation_prompt=False, continue_final_message=True)
 
 
 @pytest.mark.parametrize("messages", [[], "hi", [1], [{}], [{"role": 3}], None])

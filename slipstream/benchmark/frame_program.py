@@ -238,6 +238,8 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
         plans = [p._replace(window_pages=p.pages) for p in plans]
     if pictures:
         plans = [p._replace(admits=(_with_picture(p, model),)) for p in plans]
+    if hybrid:
+        plans = [p._replace(admits=(replace(p.admits[0], restores=1, absorbed=2),)) for p in plans]
     if kind == "grammar" or every:
         given = np.full((1 + drafts, config.vocab_size // 32), -1, dtype=np.int32)
         plans = [p._replace(masked=True, masks=(Masks(1, given), Masks(5 + p.seq, given[:1]))) for p in plans]
@@ -257,7 +259,7 @@ def build(kind: str = "greedy", plant: str = "") -> Program:
             record_BC = frame.decode(plan, state.decode_B[: len(plan.decode)])
             assert record_BC.shape[1] == RECORD_COLUMNS + plan.width + (drafts if scheduled else 0)
             for admit in plan.admits:
-                frame.given.admit(admit)
+                frame.admit(admit)
             if frame.given.media:
                 embeds.send(plan)
             assert frame.prefill(plan, last=True) is not None

@@ -33,7 +33,7 @@ from slipstream.memory.states import StatePool
 from slipstream.sampling.custom import Processor
 from slipstream.sampling.processors import process_logits
 from slipstream.sampling.slot_params import SlotParams
-from slipstream.types import NO_TOKEN, RECORD_COLUMNS, FramePlan, Stages
+from slipstream.types import NO_TOKEN, RECORD_COLUMNS, Admit, FramePlan, Stages
 from slipstream.verify import DenseQ, OneHot, VerifyRows, verify
 
 if TYPE_CHECKING:
@@ -134,6 +134,14 @@ class Frame:
             kv, state, heads_per_kv=model.config.num_heads // model.config.num_kv_heads, windows=windows,
             workspace=workspace,
         )  # fmt: skip
+
+    def admit(self, a: Admit) -> None:
+        """A slot changes hands: what control pairs do not carry, on the device or beside it, follows."""
+        self.given.admit(a)
+        if self.drafter is not None:
+            self.drafter.admit(a)
+        if a.restores and self.states is not None:
+            self.states.restore(a.slot, a.restores, a.absorbed)
 
     def decode(self, plan: FramePlan, slot_B: Tensor) -> Tensor:
         """Verify each slot's pending rows, commit what was accepted and draft for the next frame.

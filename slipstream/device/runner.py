@@ -98,11 +98,7 @@ class Device:
         if frame.clears_pages:
             self._clear(plan)
         for a in plan.admits:
-            frame.given.admit(a)
-            if frame.drafter is not None:
-                frame.drafter.admit(a)
-            if a.restores and frame.states is not None:
-                frame.states.restore(a.slot, a.restores, a.absorbed)
+            frame.admit(a)
         records: list[Tensor] = []
         slots = plan.decode
         if plan.catch_up:

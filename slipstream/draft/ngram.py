@@ -70,7 +70,7 @@ class NgramDrafter:
     def admit(self, admit: Admit) -> None:
         self.hits_SN[admit.slot] = 0
         self.tries_SN[admit.slot] = 0
-        self.matched_S[admit.slot] = 0
+        self.matched_S[admit.slot : admit.slot + 1] = 0  # a slice is filled; one element would be copied from the host
 
     def prefill(self, view: PrefillView) -> None:
         del view

@@ -28,6 +28,17 @@ def scalar_per_draft_step() -> None:
     NgramDrafter.draft_slots = slow  # type: ignore[method-assign]
 
 
+def one_element_at_admission() -> None:
+    """draft room: an admission assigns one element, which torch copies up from a pageable scalar."""
+    admit = NgramDrafter.admit
+
+    def slow(self: NgramDrafter, admitted: Any) -> None:
+        admit(self, admitted)
+        self.matched_S[admitted.slot] = 0
+
+    NgramDrafter.admit = slow  # type: ignore[method-assign]
+
+
 def length_read_back() -> None:
     """device room: the frame reads the longest length to size its attention."""
     pack = frame_room.pack_rows

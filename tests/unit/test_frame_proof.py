@@ -84,6 +84,7 @@ def test_the_frame_is_clean(kind: str) -> None:
     ("plant", "kind", "rule"),
     [
         ("scalar_per_draft_step", "greedy", "tensor-literal"),  # founding case 2
+        ("one_element_at_admission", "greedy", "pageable-copy"),
         ("length_read_back", "greedy", "host-read"),
         ("boolean_index_in_sampling", "sampled", "boolean-index"),
         ("positions_from_a_list", "greedy", "pageable-copy"),

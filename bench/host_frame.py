@@ -27,7 +27,7 @@ from slipstream.device.media import GivenRows
 from slipstream.device.runner import Device
 from slipstream.device.state import SlotState
 from slipstream.engine.loop import EngineCore
-from slipstream.types import RECORD_COLUMNS, FramePlan, FrameResult, Request, SamplingParams
+from slipstream.types import RECORD_COLUMNS, Admit, FramePlan, FrameResult, Request, SamplingParams
 
 PROMPT, CONTEXT = 128, 4096
 
@@ -35,7 +35,7 @@ PROMPT, CONTEXT = 128, 4096
 class StubFrame:
     """Frame and graphs: answers with records of the right shape and nothing else; `ns` is the time that took."""
 
-    clears_pages, drafter = False, None
+    clears_pages = False
 
     def __init__(self, state: SlotState) -> None:
         self.state = state
@@ -43,6 +43,9 @@ class StubFrame:
         self.given = GivenRows(state, 1, torch.bfloat16, kernels=False)
         self.kv, self.model = SimpleNamespace(page_size=32), SimpleNamespace(dtype=torch.bfloat16)
         self.ns = 0
+
+    def admit(self, admit: Admit) -> None:
+        """No drafter and no states: control pairs say it all."""
 
     def run(self, plan: FramePlan) -> Tensor:
         began = perf_counter_ns()

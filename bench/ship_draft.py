@@ -29,8 +29,7 @@ Drafts for [SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-
 * **Format**: {format}.
   Embedding and output head are the model's and are not in the file: {size:.1f} MB in bf16. Beside 4-bit weights
   on a CPU it is kept with 8 bits.
-* **Data**: the model's own answers, {conversations:,} conversations with {answer_tokens:,} answer tokens; where their
-  prompts come from is in the commands.
+* **Data**: the model's own answers, {conversations:,} conversations with {answer_tokens:,} answer tokens. {prompts}
 * **Training**: {steps:,} steps of batch {batch}, rate {lr}, seed {seed}; {hardware}; {versions}.
 * **Acceptance of held-out text** by position: {held_out}.
 * **Licence**: Apache-2.0, as the model's.
@@ -66,7 +65,8 @@ def card(values: dict[str, Any], results: dict[str, Any], runs: dict[str, list[d
         kind={"eagle3": "EAGLE-3", "dspark": "DSpark"}[facts["kind"]],
         format=f"the released one of {values['architectures'][0]}: {layers} layer, MLP {values['intermediate_size']:,} "
         f"wide, draft vocabulary of {vocabulary:,} tokens",
-        size=size / 1e6, conversations=facts["conversations"],
+        size=size / 1e6, prompts=results.get("prompts", "Where their prompts come from is in the commands."),
+        conversations=facts["conversations"],
         answer_tokens=facts["answer_tokens"], steps=facts["steps"], batch=facts["batch"], lr=facts["lr"],
         seed=facts["seed"], hardware=results["hardware"],
         versions=", ".join(f"{k} {v}" for k, v in results["versions"].items()),

@@ -42,7 +42,6 @@ def make() -> tuple[Device, Replays, SlotState]:
         model=SimpleNamespace(dtype=torch.float32),
         clears_pages=False,
         given=GivenRows(state, 8, torch.float32, kernels=True),
-        drafter=None,
     )
     graphs: Any = Replays(state)
     return Device(frame, run_ahead=2, graphs=graphs), graphs, state

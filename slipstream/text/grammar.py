@@ -23,7 +23,16 @@ import numpy as np
 
 from slipstream.errors import InvalidRequestError, RequestFailedError, SlipstreamError, UnsupportedError
 from slipstream.structured import MaskRows, RoundMasks, StructuredOutputsParams
-from slipstream.text.repeats import check_lark, check_regex, check_schema, may_be_forced, unforced
+from slipstream.text.repeats import (
+    MAX_FOLLOWED,
+    check_lark,
+    check_regex,
+    check_schema,
+    short_regex,
+    short_schema,
+    short_schemas,
+    unforced,
+)
 from slipstream.text.token_rules import RuledMasks
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.types import Request
@@ -438,30 +447,32 @@ class _Words:
 
 
 def _grammar(library: Any, spec: StructuredOutputsParams) -> str:
-    """The library's own form. Raises ValueError for text that it cannot read, InvalidRequestError for repeats that make
-    too much of it."""
+    """The library's own form. What leaves no choice for too long, or may, is not followed. Raises ValueError for text
+    that it cannot read, InvalidRequestError for repeats that make too much of it."""
     matcher = library.LLMatcher
     if spec.regex is not None:
         check_regex("regex", spec.regex)
-        return str(matcher.grammar_from_regex(spec.regex))
-    if spec.grammar is not None:
+        made, short = str(matcher.grammar_from_regex(spec.regex)), short_regex(spec.regex)
+    elif spec.grammar is not None:
         lark = re.search(r"^\s*start\s*:(?!:=)", spec.grammar, re.M)
-        text = spec.grammar if lark else str(library.grammar_from("grammar", spec.grammar))
-        check_lark("grammar", text)
-        text = text if spec.own and _GUIDANCE not in text else unforced(text)
-        return str(matcher.grammar_from_lark(text))
-    if spec.choice is not None:
-        return str(library.grammar_from("choice", json.dumps(spec.choice)))
-    text = spec.json or '{"type": "object"}'
-    schema = json.loads(text)
-    check_schema("json", schema)
-    made = str(
-        matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": not spec.disable_any_whitespace})
-    )
-    if spec.disable_any_whitespace and not may_be_forced(schema):
-        inner = json.loads(made)["grammars"][0]["json_schema"]
-        return str(matcher.grammar_from_lark(unforced(f"start: %json {json.dumps(inner)}")))
-    return made
+        made = spec.grammar if lark else str(library.grammar_from("grammar", spec.grammar))
+        check_lark("grammar", made)
+        short = spec.own and _GUIDANCE not in made and short_schemas(made)
+    elif spec.choice is not None:
+        made = str(library.grammar_from("choice", json.dumps(spec.choice)))
+        short = max(map(len, spec.choice)) <= MAX_FOLLOWED
+    else:
+        text = spec.json or '{"type": "object"}'
+        schema, spaced = json.loads(text), not spec.disable_any_whitespace
+        check_schema("json", schema)
+        made = str(matcher.grammar_from_json_schema(text, overrides={"whitespace_flexible": spaced}))
+        short = short_schema(schema, spaced=spaced)
+    if not short and made.startswith("{"):  # the library's JSON, of one grammar
+        [inner] = json.loads(made)["grammars"]
+        made = inner["lark_grammar"] or f"start: %json {json.dumps(inner['json_schema'])}"
+    if not short:
+        made = unforced(made)
+    return made if made.startswith("{") else str(matcher.grammar_from_lark(made))
 
 
 def _short(error: object) -> str:

@@ -17,7 +17,10 @@ from typing import Any
 from slipstream.errors import InvalidRequestError, UnsupportedError
 
 MAX_WRITTEN_OUT = 20_000
-"""Characters of a grammar with its repeats written out; following forced text of so many takes about 25 ms."""
+"""Characters of a grammar with its repeats written out."""
+MAX_FOLLOWED = 2048
+"""Characters of text without a choice that are followed. They become tokens for every mask, which holds the
+interpreter's lock, and so everybody: 3 ms for so many, 0.1 s for 64 K."""
 MAX_COUNT = 2**31 - 1
 """Of minItems and its like."""
 
@@ -65,20 +68,64 @@ def unforced(text: str) -> str:
     return f'{text}\n%llguidance {{"no_forcing": true}}\n'
 
 
-def may_be_forced(schema: Any) -> bool:
-    """Whether the text that a schema without optional whitespace leaves no choice about is at most MAX_WRITTEN_OUT."""
-    return _forced(schema) <= MAX_WRITTEN_OUT
+def short_regex(regex: str) -> bool:
+    """Whether what a regular expression leaves no choice about is at most MAX_FOLLOWED characters."""
+    return _regex_size(regex) <= MAX_FOLLOWED
 
 
-def _forced(value: Any) -> int:
+def short_schema(schema: Any, *, spaced: bool) -> bool:
+    """The same for a JSON schema. spaced: its JSON may have white space, so there is a choice between any two parts;
+    else all that it requires is one text, as far as can be told without following references."""
+    if not spaced:
+        return _forced(schema) <= MAX_FOLLOWED
+    parts = (part for value in _objects(schema) for part in (value.get("const"), value.get("enum"), [*value]))
+    return _longest([*parts]) <= MAX_FOLLOWED and all(map(short_regex, _patterns(schema)))
+
+
+def short_schemas(text: str) -> bool:
+    """The same for the schemas in a grammar in Lark's syntax."""
+    return all(short_schema(schema, spaced=True) for schema in _Lark(text).schemas)
+
+
+def _longest(value: Any) -> int:
     if isinstance(value, dict):
-        if not {"$ref", "$dynamicRef", "$recursiveRef"}.isdisjoint(value):
-            return 10**15
-        times = [value[n] for n in ("minItems", "minProperties") if isinstance(value.get(n), (int, float))]
-        return min(10**15, int(max(1, *times, 1)) * sum(len(k) + 4 + _forced(v) for k, v in value.items()))
-    if isinstance(value, list):
-        return sum(1 + _forced(v) for v in value)
-    return len(json.dumps(value))
+        value = [*value, *value.values()]
+    return max(map(_longest, value), default=0) if isinstance(value, list) else len(str(value))
+
+
+def _forced(schema: Any) -> int:
+    """Characters of JSON that a schema may leave no choice about, at most."""
+    if isinstance(schema, list):
+        return sum(map(_forced, schema))
+    if not isinstance(schema, dict):
+        return 2
+    if not {"$ref", "$dynamicRef", "$recursiveRef"}.isdisjoint(schema):
+        return 10**15
+    size = 2
+    for key, value in schema.items():
+        if key == "properties" and isinstance(value, dict):
+            size += sum(len(json.dumps(name)) + 2 + _forced(inner) for name, inner in value.items())
+        elif key == "enum" and isinstance(value, list):
+            size += max((len(json.dumps(one)) for one in value), default=0)
+        elif key == "const":
+            size += len(json.dumps(value))
+        elif key == "pattern" and isinstance(value, str):
+            size += _regex_size(value)
+        elif key in _PARTS:
+            size += (
+                sum(map(_forced, value.values()))
+                if key == "patternProperties" and isinstance(value, dict)
+                else _forced(value)
+            )
+    times = [value for name in ("minItems", "minProperties") if isinstance(value := schema.get(name), (int, float))]
+    return min(10**15, int(max(1, *times, 1)) * size)
+
+
+_PARTS = (
+    "items", "prefixItems", "additionalItems", "contains", "additionalProperties", "patternProperties", "allOf",
+    "anyOf", "oneOf", "not", "if", "then", "else",
+)  # fmt: skip
+"""Of a schema, what is a schema or several."""
 
 
 def _check(name: str, size: int) -> None:

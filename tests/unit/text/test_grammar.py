@@ -330,6 +330,22 @@ def test_text_without_a_choice_is_not_followed_for_ever(grammars: Grammars, spec
     assert time.process_time() - began < 5
 
 
+@pytest.mark.parametrize("length", [2000, 3000])
+@pytest.mark.parametrize("kind", ["regex", "choice", "json", "own", "flat"])
+def test_long_text_without_a_choice_is_not_followed(grammars: Grammars, kind: str, length: int) -> None:
+    """Making it tokens holds the interpreter's lock for every mask."""
+    text = "ab" * (length // 2)
+    fields: dict[str, dict[str, Any]] = {
+        "regex": {"regex": text}, "choice": {"choice": [text]}, "json": {"json": {"const": text}},
+        "own": {"grammar": 'start: "x" | %json ' + json.dumps({"const": text}), "own": True},
+        "flat": {"json": {"type": "array", "items": {"const": "ab"}, "minItems": length // 9, "maxItems": length},
+                 "disable_any_whitespace": True},
+    }  # fmt: skip
+    masks = opened(grammars, **fields[kind])
+    start = {"regex": "", "choice": "", "json": '"', "own": '"', "flat": '["'}[kind]
+    assert words(rows(masks, start)[0]) == ({"ab"} if length == 2000 else {"a", "ab"})
+
+
 def test_own_grammars_are_followed_and_no_client_can_say_so(grammars: Grammars) -> None:
     text = 'start: "{" /"a"/ ":" ("true" | "false")'
     assert words(rows(opened(grammars, grammar=text, own=True))[0]) == {'{"'}

@@ -34,8 +34,8 @@ RowSeconds = tuple[tuple[int, int, float], ...]
 FORMAT = 1
 PER_SLOT = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Rows per slot that a CPU's frames are timed at, and the most that there can be."""
-REPEATS, ENOUGH = 5, 0.4
-"""Timed runs of a frame, and seconds after which fewer will do."""
+REPEATS, ENOUGH, TURNS = 5, 0.4, 3
+"""Timed runs of a frame, seconds after which fewer will do, and runs of each mode's."""
 CONTEXT = 256
 """Positions that a timed frame's attention looks at on a CPU."""
 
@@ -59,7 +59,7 @@ def measure(frame: Frame, engine: EngineConfig, graphs: FrameGraphs | None) -> R
 def measure_modes(frame: Frame, engine: EngineConfig) -> RowSeconds:
     """(1, drafts, seconds) of a CPU's frames of one slot, whose rows all hold a draft, by turns. At start-up only."""
     times: dict[int, list[float]] = {drafts: [] for drafts in engine.draft_modes}
-    for _ in range(REPEATS):
+    for _ in range(TURNS):
         for drafts, seen in times.items():
             width = drafts + 1
             if engine.row_tiers:

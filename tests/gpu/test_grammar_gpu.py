@@ -50,12 +50,18 @@ def dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("run_ahead", [1, 2, 8])
 @pytest.mark.parametrize("draft", [None, "ngram", "draft"])
 def test_captured_frames_equal_the_cpu(dirs: dict[str, Path], draft: str | None, run_ahead: int) -> None:
-    """float32: greedy and seeded requests with and without a grammar in one batch, forced text among them."""
+    """float32: greedy and seeded requests with and without a grammar, forced text, lists of tokens, in one batch."""
     laws = ({"temperature": 0}, {"temperature": 0.8, "seed": 3, "top_k": 40})
     params = [
         SamplingParams(max_tokens=40, structured_outputs=spec, ignore_eos=spec is None, **law)
         for spec in SPECS for law in laws
     ]  # fmt: skip
+    params += [
+        SamplingParams(
+            max_tokens=40, ignore_eos=True, allowed_token_ids=range(9, 60), bad_words=["a", "b1"], **laws[0]
+        ),
+        SamplingParams(max_tokens=40, structured_outputs={"regex": REGEX}, bad_words=["e", "1"], **laws[1]),
+    ]
     prompts = [[9 + i, 40, 41 + i] for i in range(len(params))]
     outs = {}
     for device in ("cpu", "cuda"):

@@ -20,6 +20,7 @@ STATE_INTERVAL = 256
 """About how many tokens stand between two saved states of recurrent layers."""
 STATE_UNIT = 16
 """A state interval is a multiple of this: prompts are read in tiles of so many tokens."""
+KV_TOKENS = (1 << 18, 1 << 15)  # most that pages are taken for unasked, on a GPU and on a CPU
 CATCH_UP = 32
 """Positions per slot that a drafter with a cache of its own catches up on in one pass, where drafting may be off."""
 STOCK_PAGES = 4
@@ -452,7 +453,7 @@ def resolve_engine(
         window_pages=2**31 - 1,
     )
     if user.num_pages is None:
-        wanted = min(max_slots * one, max(one, 32768 // page_size))
+        wanted = min(max_slots * one, max(one, KV_TOKENS[on_cpu] // page_size))
         fitting = _fitting(made, memory_bytes, kv_bytes_per_token * page_size, window_bytes_per_token * page_size)
         if fitting < one and not on_cpu:
             raise ConfigError(

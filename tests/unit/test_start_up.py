@@ -66,6 +66,16 @@ def test_prefill_tiers_end_at_the_chunk() -> None:
         engine(1 << 30, prefill_tiers=(64,))
 
 
+def test_a_gpu_holds_every_slot_where_memory_is_there() -> None:
+    """64 sequences of 700 tokens are more than a CPU's 32,768: at batch 64 they waited for pages."""
+    many = {"context": 700, "num_drafts": 0, "lookahead": 0, "kv_bytes_per_token": 1024, "memory_bytes": 1 << 40}
+    options = LLMConfig(page_size=16, max_model_len=700, max_slots=64)
+    assert resolve_engine(options, **many, on_cpu=False).num_pages >= 64 * -(-700 // 16)
+    assert resolve_engine(options, **many, on_cpu=True).num_pages == 32768 // 16
+    long = LLMConfig(page_size=16, max_model_len=131_072, max_slots=64)
+    assert resolve_engine(long, **{**many, "context": 131_072}, on_cpu=False).num_pages == (1 << 18) // 16
+
+
 def test_pages_that_do_not_fit_a_gpu() -> None:
     needs = -(-(64 + 2) // 16)
     assert engine(needs * 16 * 1024).num_pages == needs
@@ -197,9 +207,9 @@ def test_the_command_line_has_the_budgets() -> None:
 
     parser = Parser(prog="x")
     add_engine_options(parser)
-    words = ["--capture-seconds", "5", "--capture-mib", "64", "--gpu-memory-mib", "1000"]
+    words = ["--capture-seconds", "5", "--capture-mib", "64", "--gpu-memory-mib", "1000", "--draft", "none"]
     assert engine_options(parser.parse_args(words)) == {
-        "capture_seconds": 5.0, "capture_mib": 64.0, "gpu_memory_mib": 1000.0,
+        "capture_seconds": 5.0, "capture_mib": 64.0, "gpu_memory_mib": 1000.0, "draft": "none",
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"--capture-mib -1\.0 must be above 0"):
         engine_options(parser.parse_args(["--capture-mib", "-1"]))

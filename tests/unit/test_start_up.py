@@ -222,7 +222,7 @@ def test_the_command_line_has_the_saved_states() -> None:
     add_engine_options(parser)
     words = ["--saved-states", "12", "--state-interval", "64", "--draft", "none"]
     assert engine_options(parser.parse_args(words)) == {"saved_states": 12, "state_interval": 64, "draft": "none"}
-    assert engine_options(parser.parse_args(["--saved-states", "0"])) == {"saved_states": 0}
+    assert engine_options(parser.parse_args(["--saved-states", "0"]))["saved_states"] == 0
     with pytest.raises(ConfigError, match="--saved-states -1 must be at least 0"):
         engine_options(parser.parse_args(["--saved-states", "-1"]))
     with pytest.raises(ConfigError, match="--state-interval 0 must be at least 1"):

@@ -28,8 +28,9 @@ MEMORY = 256.0
 """Rounds that an estimate of acceptance remembers."""
 PRIOR, PRIOR_WEIGHT = 0.7, 2.0
 """Acceptance of the first draft before anything is known; later ones start from the one before them."""
-EXPECTED_WEIGHT = 4.0
-"""Rounds that the acceptance a draft was found to have counts for."""
+EXPECTED_WEIGHT, SHORT_MEMORY, UNSEEN_MEMORY = 4.0, 32.0, 64.0
+"""Rounds that the acceptance a draft was found to have counts for. With it, rounds of a slot an estimate remembers,
+since every text has its own; and those after which what was seen at later positions than the ones in use is old."""
 FADE = 0.5
 """What is left of the weight of estimates that a mode has not seen, when it is tried again."""
 HOLD = 8
@@ -64,6 +65,7 @@ class Acceptance:
     def __init__(self, most: int, expected: Sequence[float] = ()) -> None:
         self.hits = [0.0] * most
         self.tries = [0.0] * most
+        self.known = bool(expected)
         self.expected = [expected[min(i, len(expected) - 1)] for i in range(most)] if expected else [None] * most
 
     def learn(self, rounds: Sequence[Round], allowed: int) -> None:
@@ -72,11 +74,15 @@ class Acceptance:
         for _, n, _ in rounds:
             accepted[min(n, allowed)] += 1
         reached = len(rounds)
+        memory = min(MEMORY, SHORT_MEMORY * reached) if self.known else MEMORY
+        for i in range(allowed, len(self.expected) if self.known else 0):
+            keep = max(0.0, 1.0 - reached / UNSEEN_MEMORY)
+            self.tries[i], self.hits[i] = self.tries[i] * keep, self.hits[i] * keep
         for i in range(allowed):
             if not reached:
                 return
             held = reached - accepted[i]
-            keep = max(0.0, 1.0 - reached / MEMORY)
+            keep = max(0.0, 1.0 - reached / memory)
             self.tries[i] = self.tries[i] * keep + reached
             self.hits[i] = self.hits[i] * keep + held
             reached = held

@@ -19,6 +19,8 @@ from tests.support.engine_scenarios import Client, Scenario, draw_scenario, run_
 
 def scenarios(seeds: int) -> Iterator[Scenario]:
     """Short ones with everything in them, and a few of many frames, which come to the end of pages and of lengths."""
+    for seed in range(seeds // 30):
+        yield few_pages(random.Random(seed))
     for seed in range(seeds):
         yield draw_scenario(random.Random(seed).randint, (1, 2, 8)[seed % 3], (1, 4, 16)[seed // 3 % 3])
     for seed in range(seeds // 10):
@@ -46,6 +48,23 @@ def long(rng: random.Random) -> Scenario:
         elif rng.random() < 0.2:
             client.abort_at = client.arrives + rng.randint(1, 60)
         clients.append(client)
+    return Scenario(config, 97, rng.randrange(10_000), clients)
+
+
+def few_pages(rng: random.Random) -> Scenario:
+    """Slots are sent away while frames with fewer rows than they could have are in flight, so no end is near."""
+    config = EngineConfig(
+        max_slots=6, page_size=4, num_pages=rng.randint(25, 50), max_model_len=90, num_drafts=rng.choice((1, 2)),
+        run_ahead=4, adaptive=True, prefix_cache=False,
+    )  # fmt: skip
+    clients = []
+    for i in range(7):
+        prompt = tuple(rng.randrange(90) for _ in range(rng.randint(2, 12)))
+        request = Request(
+            request_id=f"r{i}", prompt_token_ids=prompt, key=i, max_len=rng.randint(50, 90),
+            params=SamplingParams(temperature=0.0, max_tokens=None), num_drafts=rng.choice((None, 0, 1)),
+        )  # fmt: skip
+        clients.append(Client(request, arrives=rng.choice((0, 0, 3, 9))))
     return Scenario(config, 97, rng.randrange(10_000), clients)
 
 
@@ -128,8 +147,26 @@ def _who_left_a_frame_is_overlooked(m: pytest.MonkeyPatch) -> None:
     m.setattr(Scheduler, "leave", broken)
 
 
+def _who_is_sent_away_is_overlooked(m: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def broken(self: Scheduler) -> None:
+        calm, left = self._calm, self.left
+        preempt(self)
+        self._calm = calm if self.left == left else self._calm
+
+    m.setattr(Scheduler, "_preempt", broken)
+
+
 @pytest.mark.parametrize(
-    "fault", [_ends_are_overlooked, _pages_are_overlooked, _who_left_is_overlooked, _who_left_a_frame_is_overlooked]
+    "fault",
+    [
+        _ends_are_overlooked,
+        _pages_are_overlooked,
+        _who_left_is_overlooked,
+        _who_left_a_frame_is_overlooked,
+        _who_is_sent_away_is_overlooked,
+    ],
 )
 def test_a_planted_fault_is_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)

@@ -211,13 +211,23 @@ def _class_end(text: str, at: int) -> int:
     return at
 
 
+_DATA = ("const", "enum", "default", "examples")
+"""Keywords whose values are data: what looks like a schema in them is none."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose values hold schemas by names of the author's choice."""
+
+
 def _objects(schema: Any) -> Iterator[dict[str, Any]]:
     left = [schema]
     while left:
         value = left.pop()
         if isinstance(value, dict):
             yield value
-            left += value.values()
+            for key, inner in value.items():
+                if key in _NAMED and isinstance(inner, dict):
+                    left += inner.values()
+                elif key not in _DATA:
+                    left.append(inner)
         elif isinstance(value, list):
             left += value
 

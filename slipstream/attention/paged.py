@@ -25,12 +25,12 @@ IN_PLACE_COLUMNS = 256
 """Columns per slot from which one call per slot in place beats one gathered call for all."""
 
 
-def padded_columns(length: int, dim: int = 64) -> int:
-    """Columns to attend over for `length` visible ones: a multiple of 32 whose last block is at most 192 or at
-    least 384 of 512; for heads above 64 at most 192 or all of it."""
+def padded_columns(length: int) -> int:
+    """Columns to attend over for `length` visible ones: a multiple of 32 whose last block is at most 192 of 512, or all
+    of it."""
     columns = -(-length // COLUMNS) * COLUMNS
-    tail, least = columns % KEY_BLOCK, 384 if dim <= 64 else KEY_BLOCK
-    return columns + least - tail if 192 < tail < least else columns
+    tail = columns % KEY_BLOCK
+    return columns + KEY_BLOCK - tail if tail > 192 else columns
 
 
 def padded_rows(width: int, heads_per_kv: int, dim: int = 128) -> int:
@@ -108,7 +108,7 @@ class PagedAttention:
         self.grid = grid
         page = kv.page_size
         self.dim = kv.data.shape[-1]
-        self.columns = columns = padded_columns(len_ub, self.dim)
+        self.columns = columns = padded_columns(len_ub)
         pos_BW = _padded(grid.pos_BW, self.pad)
         low_BW = (
             None if not window else _padded(grid.pos_BW if grid.at_BW is None else grid.at_BW, self.pad) - window + 1
@@ -117,7 +117,7 @@ class PagedAttention:
         if low_BW is not None:
             # Whole blocks of torch's kernel are left out, so that the others hold the same columns whatever the rows.
             step = math.lcm(page, KEY_BLOCK) if mask_dtype == torch.bfloat16 else page
-            within = padded_columns(window - 1 + width + step - 1, self.dim)
+            within = padded_columns(window - 1 + width + step - 1)
             if within < columns:
                 self.columns = columns = within
                 from_page_B1 = (low_BW[:, :1].clamp(min=0) // step) * (step // page)
@@ -159,7 +159,7 @@ class PagedAttention:
         if len(first_page) != self.slots or min(first_page) <= 0:
             return []
         wanted = reach if len(reach) == self.slots else (self.columns,) * self.slots
-        columns = [padded_columns(r, self.dim) for r in wanted]
+        columns = [padded_columns(r) for r in wanted]
         spans = [(first * page, c) for first, c in zip(first_page, columns, strict=True)]
         worth = self.slots == 1 or sum(columns) >= IN_PLACE_COLUMNS * self.slots
         return spans if worth and all(start + c <= cells for start, c in spans) else []

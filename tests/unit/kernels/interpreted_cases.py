@@ -309,7 +309,7 @@ def test_block_rows_and_context(dtype: torch.dtype) -> None:
     pos = case.pos.clone()
     pos[1] = 10_000  # beyond the table: to the sink
     for extra in ({}, {"bias": bias}, {"bias": bias, "sq": sq, "width": 40, "norm_eps": 1e-5}):
-        ours, theirs = (poison(layers, 2, int(table.max()) + 1, page, heads, dim, dtype=dtype) for _ in range(2))
+        ours, theirs = (poison(layers, 2, int(case.table.max()) + 1, page, heads, dim, dtype=dtype) for _ in range(2))
         at = (cos, sin, gain, case.table, case.slot, pos)
         block.launch_context_write(kv, ours, *at, eps=1e-6, **extra)
         ops_block.context_write(kv, theirs, *at, 1e-6, extra.get("bias"), extra.get("sq"), 40, 1e-5)

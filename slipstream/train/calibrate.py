@@ -90,8 +90,8 @@ def held_out_blocks(head: DSparkHead, teacher: Teacher, corpus: Corpus, batch: i
     amp = teacher.embed_VH.dtype == torch.bfloat16
     for at in range(0, len(corpus), batch):
         part = corpus.take(torch.arange(at, min(at + batch, len(corpus))))
-        longest = int(part.length_N.max())
-        token_BT, answer_BT = part.token_NT[:, :longest].to(device), part.answer_NT[:, :longest].to(device)
+        token_BT, answer_BT = part.on(device)
+        longest = token_BT.shape[1]
         with torch.autocast(device.type, torch.bfloat16, enabled=amp):
             features = teacher.features(token_BT)
             anchor_BA = head.pick_anchors(answer_BT)

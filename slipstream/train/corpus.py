@@ -64,6 +64,11 @@ class Corpus:
             token_NT=self.token_NT[index_M], answer_NT=self.answer_NT[index_M], length_N=self.length_N[index_M]
         )
 
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Tokens and answers up to the longest sequence, on the device."""
+        longest = int(self.length_N.max())
+        return self.token_NT[:, :longest].to(device), self.answer_NT[:, :longest].to(device)
+
     def save(self, path: Path) -> None:
         """As safetensors, without the padding: tokens one after the other, and two lengths per sequence."""
         if not len(self):

@@ -182,8 +182,7 @@ def evaluate(head: DraftHead, teacher: Teacher, corpus: Corpus, batch: int = 16)
     total_K, weight = torch.zeros((), dtype=torch.float64), 0
     for index_B in torch.arange(len(corpus)).split(batch):
         part = corpus.take(index_B)
-        longest = int(part.length_N.max())
-        token_BT, answer_BT = part.token_NT[:, :longest].to(device), part.answer_NT[:, :longest].to(device)
+        token_BT, answer_BT = part.on(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=teacher.embed_VH.dtype == torch.bfloat16):
             _, metrics = head.loss(token_BT, answer_BT, teacher.features(token_BT))
         total_K = total_K + metrics["acceptance"].double().cpu() * part.answer_tokens

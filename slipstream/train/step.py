@@ -45,9 +45,7 @@ class EagerStep(Step):
 
     def __call__(self, part: Corpus, lr: float) -> Seen:
         device = self.teacher.embed_VH.device
-        longest = int(part.length_N.max())
-        token_BT = part.token_NT[:, :longest].to(device)
-        answer_BT = part.answer_NT[:, :longest].to(device)
+        token_BT, answer_BT = part.on(device)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with torch.autocast(device.type, torch.bfloat16, enabled=self.teacher.embed_VH.dtype == torch.bfloat16):

@@ -51,6 +51,24 @@ def write_characters(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
+def character_tokenizer(folder: Path) -> Text:
+    """The tokenizer of `write_characters`, written into the folder, with EOS."""
+    write_characters(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
+    return Text.from_dir(folder)
+
+
+def ids(text: str) -> list[int]:
+    return [WORDS.index(c) for c in text]
+
+
+def words(row: np.ndarray) -> set[str]:
+    """The words whose bits a mask's row has."""
+    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+    assert not bits[VOCAB:].any()
+    return {WORDS[i] for i in np.nonzero(bits)[0] if i < len(WORDS)}
+
+
 def character_models(root: Path, **changes: Any) -> dict[str, Path]:
     """A random target and a draft that is often right."""
     values = {"vocab_size": VOCAB, "max_position_embeddings": 2048, **changes}

@@ -19,7 +19,7 @@ from slipstream.structured import MAX_CHARS, MAX_DEPTH, MaskRows, RoundMasks, St
 from slipstream.text import Tokenizer
 from slipstream.text.grammar import THREADS, GrammarMasks, Grammars
 from slipstream.types import Request, SamplingParams
-from tests.support.grammar_kit import EOS, VOCAB, WORDS, write_characters
+from tests.support.grammar_kit import EOS, VOCAB, WORDS, character_tokenizer, ids, words
 from tests.support.hostile_grammars import hostile
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
@@ -27,25 +27,12 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required"
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("characters")
-    write_characters(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
-    return Tokenizer.from_dir(folder)
+    return character_tokenizer(tmp_path_factory.mktemp("characters"))
 
 
 @pytest.fixture
 def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS])
-
-
-def ids(text: str) -> list[int]:
-    return [WORDS.index(c) for c in text]
-
-
-def words(row: np.ndarray) -> set[str]:
-    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
-    assert not bits[VOCAB:].any()
-    return {WORDS[i] for i in np.nonzero(bits)[0] if i < len(WORDS)}
 
 
 def opened(grammars: Grammars, stop_ids: Sequence[int] = (EOS,), **spec: Any) -> GrammarMasks:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("llguidance")
@@ -18,30 +16,17 @@ from slipstream.text import Tokenizer
 from slipstream.text.grammar import Grammars
 from slipstream.text.token_rules import RuledMasks, bad_word_ids
 from slipstream.types import Request, SamplingParams
-from tests.support.grammar_kit import EOS, VOCAB, WORDS, write_characters
+from tests.support.grammar_kit import EOS, VOCAB, WORDS, character_tokenizer, ids, words
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder = tmp_path_factory.mktemp("characters")
-    write_characters(folder)
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS}))
-    return Tokenizer.from_dir(folder)
+    return character_tokenizer(tmp_path_factory.mktemp("characters"))
 
 
 @pytest.fixture(scope="module")
 def grammars(tokenizer: Tokenizer) -> Grammars:
     return Grammars(tokenizer, vocab_size=VOCAB, eos_ids=[EOS])
-
-
-def ids(text: str) -> list[int]:
-    return [WORDS.index(c) for c in text]
-
-
-def words(row: np.ndarray) -> set[str]:
-    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
-    assert not bits[VOCAB:].any()
-    return {WORDS[i] for i in np.nonzero(bits)[0] if i < len(WORDS)}
 
 
 def opened(grammars: Grammars, stop_ids: tuple[int, ...] = (EOS,), **fields: Any) -> RuledMasks:

@@ -1,11 +1,12 @@
 """Host time of a steady decode frame: the real scheduler, control lane, rings and collector around a stub frame.
 
-    python bench/host_frame.py --batch 1,8,32,64 --drafts 0
+    python bench/host_frame.py --batch 1,8,32,64 --drafts 0 [--adaptive]
 
 Prints one JSON line per batch size, medians in microseconds: `plan` (scheduler), `launch` (control lane, rings,
 record down; without the frame itself), `read` (record up to the engine), `collect` (records to events). `host_us`
 is their sum, `p99` its tail (frames with page appends). No model and no GPU: what remains there is the launch of a
-graph, an event and a copy. Every slot accepts all its drafts but the last, pages grow as they would.
+graph, an event and a copy. Every slot accepts all its drafts but the last, pages grow as they would. With --adaptive
+the number of drafts is chosen, at made-up frame times at which drafting pays.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from dataclasses import replace
 from time import perf_counter_ns
 from types import SimpleNamespace
 from typing import Any
@@ -69,13 +71,17 @@ class StubFrame:
         return record_BC
 
 
-def build(batch: int, drafts: int, run_ahead: int) -> tuple[EngineCore, StubFrame]:
+def build(batch: int, drafts: int, run_ahead: int, adaptive: bool = False) -> tuple[EngineCore, StubFrame]:
     """An engine as `LLM` configures it for a GPU, on a device without a model."""
     pages = -(-(CONTEXT + drafts + 1) // 32)
     config = EngineConfig(
         max_slots=64, num_pages=64 * pages, max_model_len=CONTEXT, run_ahead=run_ahead, num_drafts=drafts,
         prefill_chunk=2048, slot_buckets=(1, 2, 4, 8, 16, 32, 64), row_tiers=tuple(sorted({1, drafts + 1})),
     )  # fmt: skip
+    if adaptive:
+        config = replace(config, adaptive=True)
+        times = ((s, w, k, 1e-3 + 1e-6 * s * w) for s in config.slot_buckets for w, k in config.frame_kinds)
+        config = replace(config, frame_seconds=tuple(times))
     state = SlotState(
         max_slots=64, max_len=CONTEXT, pages_per_slot=pages, num_drafts=drafts, chunk_rows=2048, widest_frame=64,
         device=torch.device("cpu"),
@@ -89,8 +95,8 @@ def build(batch: int, drafts: int, run_ahead: int) -> tuple[EngineCore, StubFram
     return engine, frame
 
 
-def measure(batch: int, drafts: int, run_ahead: int, frames: int) -> dict[str, Any]:
-    engine, frame = build(batch, drafts, run_ahead)
+def measure(batch: int, drafts: int, run_ahead: int, frames: int, adaptive: bool = False) -> dict[str, Any]:
+    engine, frame = build(batch, drafts, run_ahead, adaptive)
     times: dict[str, list[float]] = {"plan": [], "launch": [], "read": [], "collect": []}
 
     steady = lambda: all(s.prefilled for s in engine.scheduler.running.values())
@@ -117,7 +123,7 @@ def measure(batch: int, drafts: int, run_ahead: int, frames: int) -> dict[str, A
         engine.step()
     assert len(engine.scheduler.running) == batch, "a request ended: fewer frames, or a longer context"
     total_np = np.array([times[k] for k in times]).sum(0)
-    out: dict[str, Any] = {"batch": batch, "drafts": drafts}
+    out: dict[str, Any] = {"batch": batch, "drafts": drafts, "adaptive": adaptive}
     out |= {k: round(statistics.median(v), 2) for k, v in times.items()}
     p10, p50, p99 = (round(float(x), 2) for x in np.percentile(total_np, (10, 50, 99)))
     return {**out, "host_us": p50, "p10": p10, "p99": p99}
@@ -129,10 +135,12 @@ def main() -> None:
     p.add_argument("--drafts", type=int, default=0)
     p.add_argument("--run-ahead", type=int, default=2)
     p.add_argument("--frames", type=int, default=800)
+    p.add_argument("--adaptive", action="store_true")
     options = p.parse_args()
     torch.set_num_threads(1)
     for batch in map(int, options.batch.split(",")):
-        print(json.dumps(measure(batch, options.drafts, options.run_ahead, options.frames)), flush=True)
+        line = measure(batch, options.drafts, options.run_ahead, options.frames, options.adaptive)
+        print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

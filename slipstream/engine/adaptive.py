@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 from slipstream.config import EngineConfig
 from slipstream.errors import ConfigError
-from slipstream.types import Round
 
 MEMORY = 256.0
 """Rounds that an estimate of acceptance remembers."""
@@ -68,12 +67,9 @@ class Acceptance:
         self.known = bool(expected)
         self.expected = [expected[min(i, len(expected) - 1)] for i in range(most)] if expected else [None] * most
 
-    def learn(self, rounds: Sequence[Round], allowed: int) -> None:
-        """Rounds whose frames could have verified `allowed` drafts."""
-        accepted = [0] * (allowed + 1)
-        for _, n, _ in rounds:
-            accepted[min(n, allowed)] += 1
-        reached = len(rounds)
+    def learn(self, accepted: Sequence[int], allowed: int) -> None:
+        """Accepted drafts of rounds whose frames could have verified `allowed` of them."""
+        reached = len(accepted)
         memory = min(MEMORY, SHORT_MEMORY * reached) if self.known else MEMORY
         for i in range(allowed, len(self.expected) if self.known else 0):
             keep = max(0.0, 1.0 - reached / UNSEEN_MEMORY)
@@ -81,7 +77,7 @@ class Acceptance:
         for i in range(allowed):
             if not reached:
                 return
-            held = reached - accepted[i]
+            held = reached - accepted.count(i)
             keep = max(0.0, 1.0 - reached / memory)
             self.tries[i] = self.tries[i] * keep + reached
             self.hits[i] = self.hits[i] * keep + held
@@ -190,8 +186,8 @@ class Adaptive:
             bucket = 1 << (slots - 1).bit_length()
         self._launches.append(_Launch(seq, (bucket, mode), seconds, self._same > self._lag, alone))
 
-    def collected(self, seq: int, rounds: Sequence[Round], seconds: float) -> None:
-        """The result of launch `seq`: its rounds, and what it took (0: not known)."""
+    def collected(self, seq: int, accepted: Sequence[int], seconds: float) -> None:
+        """The result of launch `seq`: accepted drafts of its rounds, and what it took (0: not known)."""
         if not self._launches or self._launches[0].seq != seq:
             return
         launch = self._launches.popleft()
@@ -199,7 +195,7 @@ class Adaptive:
             return
         mode = launch.key[1]
         if mode:
-            self.acceptance.learn(rounds, mode)
+            self.acceptance.learn(accepted, mode)
         if self.costs is not None:
             if launch.seconds > 0:
                 self._load[mode] += MEASURED_SHARE * (launch.seconds / self._full[launch.key] - self._load[mode])

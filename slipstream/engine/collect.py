@@ -13,7 +13,7 @@ from slipstream.engine.scheduler import Scheduler
 from slipstream.engine.sequence import Key, Sequence, State
 from slipstream.logprobs import read_tokens
 from slipstream.metrics import Metrics
-from slipstream.types import FinishCode, FrameResult, Round, TokenEvent
+from slipstream.types import FinishCode, FrameResult, TokenEvent
 
 _REASON = {int(FinishCode.STOP): "stop", int(FinishCode.LENGTH): "length", int(FinishCode.INVALID): "error"}
 _INVALID = int(FinishCode.INVALID)
@@ -45,13 +45,13 @@ class Collector:
         if queued and queued[0].launch == result.seq:
             frame = queued.popleft()
             width, taken = frame.width, self._take_steady(frame, result)
-        events, rounds = self._take_each(result, width) if taken is None else taken
+        events, accepted = self._take_each(result, width) if taken is None else taken
         if self.scheduler.adaptive is not None:
-            self.scheduler.adaptive.collected(result.seq, rounds, result.seconds)
+            self.scheduler.adaptive.collected(result.seq, accepted, result.seconds)
         self.scheduler.settle(result.seq)
         return events
 
-    def _take_steady(self, frame: Queued, result: FrameResult) -> tuple[list[TokenEvent], list[Round]] | None:
+    def _take_steady(self, frame: Queued, result: FrameResult) -> tuple[list[TokenEvent], tuple[int, ...]] | None:
         """`_take_each` for a frame in which each member got tokens, none ended, and nothing else was asked for.
 
         The same by columns, in a third of the time. None, and nothing done, where it is not such a frame.
@@ -68,11 +68,9 @@ class Collector:
             return None
         if sum(counts) != sum(accepted) + len(members):
             return None  # a round that is none of `round_kinds`
-        asked = self.scheduler.adaptive is not None
-        kinds, stride, width = self.scheduler.round_kinds, self._stride, frame.width
+        stride, width = self._stride, frame.width
         if width == 1 and not any(verified):
             new: list[tuple[int, ...]] = [*zip(tokens[0], strict=True)]
-            rounds = [kinds[0]] * len(members) if asked else []
             self.metrics.tally[0] += len(members)
             for seq, token, drafts in zip(members, tokens[0], next_drafts, strict=True):
                 seq.queued -= 1  # as `Sequence.advanced`, without the call
@@ -84,7 +82,6 @@ class Collector:
         else:
             new = [row[:n] for row, n in zip(zip(*tokens, strict=True), counts, strict=True)]
             which = [drafted * stride + n for drafted, n in zip(verified, accepted, strict=True)]
-            rounds = [kinds[k] for k in which] if asked else []
             tally = self.metrics.tally
             for seq, n, drafts, kind, some in zip(members, counts, next_drafts, which, new, strict=True):
                 most = width if width < seq.most_tokens else seq.most_tokens
@@ -98,12 +95,12 @@ class Collector:
                 seq.outputs.extend(some)
         fields = zip(batch.request_ids, batch.children, new, accepted, verified, *_NOTHING_ELSE, strict=False)
         # TokenEvent's own constructor takes twice as long.
-        return [*map(tuple.__new__, repeat(TokenEvent), fields)], rounds
+        return [*map(tuple.__new__, repeat(TokenEvent), fields)], accepted
 
-    def _take_each(self, result: FrameResult, width: int) -> tuple[list[TokenEvent], list[Round]]:
-        """Events and rounds of a launch, record by record. width: of its decode frame."""
+    def _take_each(self, result: FrameResult, width: int) -> tuple[list[TokenEvent], tuple[int, ...]]:
+        """Events of a launch and accepted drafts of its rounds, record by record. width: of its decode frame."""
         events: list[TokenEvent] = []
-        rounds: list[Round] = []
+        rounds = list[int]()
         running, decoded = self.scheduler.running, result.decoded
         survivals, late, stride = self._survivals, self._late, self._stride
         event = tuple.__new__
@@ -129,15 +126,14 @@ class Collector:
             if n == 0 and not finish:
                 continue
             if drafted is not None and n:
-                of = (drafted, accepted, n)
-                rounds.append(of)
+                rounds.append(accepted)
                 if n == accepted + 1:
                     kind = drafted * stride + accepted
                     seq.tally[kind] += 1
                     self.metrics.tally[kind] += 1
                 else:
-                    seq.counted.add_round(*of)
-                    self.metrics.rounds.add_round(*of)
+                    seq.counted.add_round(drafted, accepted, n)
+                    self.metrics.rounds.add_round(drafted, accepted, n)
             if len(tokens) > n:
                 del tokens[n:]
             seq.outputs += tokens
@@ -164,7 +160,7 @@ class Collector:
                     (request_id, child, tuple(tokens), accepted, drafted, reason, error, values, of_prompt),
                 )
             )
-        return events, rounds
+        return events, tuple(rounds)
 
     def _read_prompts(self, result: FrameResult) -> None:
         """Log-probabilities of the chunk's prompt rows, to the prompts that ask for them."""

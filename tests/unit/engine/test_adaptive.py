@@ -12,7 +12,6 @@ import pytest
 
 from slipstream.engine.adaptive import LONGEST_WAIT, LOOK, MEMORY, Acceptance, Adaptive
 from slipstream.errors import ConfigError
-from slipstream.types import Round
 
 Clock = Callable[[int, int, int], float]
 """(slots, rows per slot, drafts made) -> milliseconds of a frame"""
@@ -54,7 +53,7 @@ class Machine:
         self.adaptive = Adaptive(modes, run_ahead=run_ahead, costs=costs, **known)
         self.launches = 0
         self.tokens = self.spent = 0.0
-        self.in_flight: deque[tuple[int, list[Round], float]] = deque()
+        self.in_flight: deque[tuple[int, list[int], float]] = deque()
         self.chosen: list[int] = []
 
     def frames(self, n: int, p: float, noise: float = 0.0) -> float:
@@ -73,13 +72,13 @@ class Machine:
                 accepted = 0
                 while accepted < verified and self.rng.random() < p:
                     accepted += 1
-                rounds.append((verified, accepted, accepted + 1))
+                rounds.append(accepted)
             seconds = self.clock(self.slots, verified + 1, k) * (1 + noise * abs(self.rng.gauss(0, 1)))
             self.adaptive.launched(self.launches, self.slots, verified + 1, k, alone=True)
             self.in_flight.append((self.launches, rounds, 0.0 if self.profiled else seconds / 1e3))
             self.launches += 1
             self.chosen.append(k)
-            tokens += sum(r[2] for r in rounds)
+            tokens += sum(rounds) + self.slots
             spent += seconds
         self.tokens, self.spent = self.tokens + tokens, self.spent + spent
         return tokens / spent
@@ -197,12 +196,12 @@ def test_expected_tokens_follow_the_formula() -> None:
     acceptance = Acceptance(3)
     assert acceptance.tokens() == pytest.approx([1, 1.7, 1.7 + 0.49, 1.7 + 0.49 + 0.343])
     # Of 200 rounds 100 accept nothing, 60 one draft, 40 all three; a draft not offered counts as one that failed.
-    acceptance.learn([(0, 0, 1)] * 50 + [(3, 0, 1)] * 50 + [(3, 1, 2)] * 60 + [(3, 3, 4)] * 40, 3)
+    acceptance.learn([0] * 100 + [1] * 60 + [3] * 40, 3)
     assert acceptance.tries == [200, 100, 40] and acceptance.hits == [100, 40, 40]
     a = (101.4 / 202, (40 + 2 * 101.4 / 202) / 102)
     assert acceptance.tokens()[:3] == pytest.approx([1, 1 + a[0], 1 + a[0] + a[0] * a[1]])
     for _ in range(50):
-        acceptance.learn([(1, 1, 2)] * 64, 1)
+        acceptance.learn([1] * 64, 1)
     assert acceptance.tokens()[1] > 1.98 and acceptance.tries[0] <= MEMORY + 64 and acceptance.tries[1:] == [100, 40]
 
 
@@ -211,7 +210,7 @@ def test_rounds_of_unsettled_launches_do_not_count() -> None:
     for seq in range(6):
         adaptive.launched(seq, 4, 4, 3, alone=True)
     for seq in range(6):
-        adaptive.collected(seq, [(3, 3, 4)] * 4, 0.0)
+        adaptive.collected(seq, [3] * 4, 0.0)
     assert adaptive.acceptance.tries == pytest.approx([12.0] * 3, rel=0.02), (
         "the first three came from other modes' drafts"
     )

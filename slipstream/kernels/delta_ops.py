@@ -83,6 +83,8 @@ def _(
     from slipstream.kernels.jit import delta as jit
 
     out_RNV = x_RX.new_empty(x_RX.shape[0], state_SNKV.shape[1], state_SNKV.shape[3])
+    # Slots and row counts are read before the launch in front has ended, which must not be a copy of them.
+    pdl = pdl and slot_B.is_contiguous() and rows_B.is_contiguous()
     jit.launch_delta_rows(
         x_RX, state_SNKV, recent_SMX, saved_ZNKV, saved_ZHX, absorbed_S, saved_SC, conv_CT, decay_N, dt_N, committed_S,
         slot_B.contiguous(), rows_B.contiguous(), row_of_BW, out_RNV, key_heads=key_heads, key_dim=key_dim,

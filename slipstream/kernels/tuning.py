@@ -168,3 +168,23 @@ def prefill_config(rows: int, dim: int = 128, itemsize: int = 2) -> PrefillConfi
     if rows <= 512:
         return PrefillConfig(queries=64, warps=4)
     return PrefillConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """columns: values of a head whose states a program holds. registers: most of a thread, None: as ptxas likes."""
+
+    columns: int = 32
+    warps: int = 4
+    registers: int | None = None
+
+
+def delta_config(slots: int, heads: int) -> DeltaConfig:
+    """The delta rule over a decode frame's rows: how many states a multiprocessor waits for at once decides.
+
+    A program reads a head's keys again for each block of columns: few blocks where there are programs enough. Half of
+    128 registers then hold the state of 64 columns, so 128 KiB of states are on their way to each multiprocessor.
+    """
+    if slots * heads < 512:
+        return DeltaConfig()
+    return DeltaConfig(columns=64, registers=128)

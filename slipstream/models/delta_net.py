@@ -82,7 +82,8 @@ class DeltaNet:
         self.state_layer, self.inputs = state_layer, c.channels + 2 * c.value_heads
         self.project = projections(c, weights, prefix, config.hidden_size)
         self.small = DeltaWeights(
-            conv_CT=weights.wide(prefix + "conv1d.weight", (c.channels, 1, c.conv)).squeeze(1).contiguous(),
+            # Tap by tap in memory: kernels read one tap of neighbouring channels at once.
+            conv_CT=weights.wide(prefix + "conv1d.weight", (c.channels, 1, c.conv)).squeeze(1).T.contiguous().T,
             decay_N=-weights.wide(prefix + "A_log", (c.value_heads,)).exp(),
             dt_N=weights.wide(prefix + "dt_bias", (c.value_heads,)),
             key_heads=c.key_heads,

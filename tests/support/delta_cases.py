@@ -86,7 +86,7 @@ def delta_case(
             torch.arange((slots + 1) * 4).view(-1, 4).clamp(max=slots * 4), interval, early,
         ),
         weights=DeltaWeights(
-            torch.randn(channels, taps) / 2, -torch.rand(heads), torch.randn(heads), key_heads, dk
+            (torch.randn(taps, channels) / 2).T, -torch.rand(heads), torch.randn(heads), key_heads, dk
         ),
         x_RX=torch.randn(count, inputs + 5)[:, :inputs], committed_S=committed,
         slot_B=torch.tensor([*range(1, slots + 1), 0]), rows_B=torch.tensor([*rows, 0]),

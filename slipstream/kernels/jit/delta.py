@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tlx
 
+from slipstream.kernels.tuning import delta_config
+
 TILE = 16
 """Prompt rows of a tile."""
 
@@ -20,6 +22,7 @@ def _softplus(x):
 @triton.jit
 def _mixed(
     x_ptr, recent_ptr, conv_ptr, channel, ok, pos, base, x_stride, M, X: tl.constexpr, T: tl.constexpr,
+    CHANNEL: tl.constexpr, TAP: tl.constexpr,
 ):  # fmt: skip
     """silu of the convolution at `pos` of some channels: inputs before `base` are in recent, the others are rows of x.
 
@@ -30,7 +33,7 @@ def _mixed(
         at = pos - (T - 1) + t
         old = tl.load(recent_ptr + (at % M) * X + channel, mask=ok & (at >= 0) & (at < base), other=0.0)
         new = tl.load(x_ptr + (at - base) * x_stride + channel, mask=ok & (at >= base), other=0.0)
-        tap = tl.load(conv_ptr + channel * T + t, mask=ok, other=0.0)
+        tap = tl.load(conv_ptr + channel * CHANNEL + t * TAP, mask=ok, other=0.0)
         mixed += (old.to(tl.float32) + new.to(tl.float32)) * tap
     return mixed * tl.sigmoid(mixed)
 
@@ -43,75 +46,128 @@ def _input(x_ptr, recent_ptr, column, ok, pos, base, x_stride, M, X: tl.constexp
     return old + new
 
 
+@triton.jit
+def _row(x_row, ring, pos, base, x_stride, M: tl.constexpr, X: tl.constexpr):
+    """Where the input at `pos` lies."""
+    return tl.where(pos < base, ring + (pos % M) * X, x_row + (pos - base) * x_stride)
+
+
+@triton.jit
+def _past(
+    x_row, ring, conv_ptr, channel, ok, pos, base, x_stride, M: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
+    CHANNEL: tl.constexpr, TAP: tl.constexpr,
+):  # fmt: skip
+    """What the inputs before `pos` add to the convolution there."""
+    total = tl.zeros(channel.shape, tl.float32)
+    for t in tl.static_range(T - 1):
+        at = pos - (T - 1) + t
+        raw = tl.load(_row(x_row, ring, at, base, x_stride, M, X) + channel, mask=ok & (at >= 0), other=0.0)
+        total += raw.to(tl.float32) * tl.load(conv_ptr + channel * CHANNEL + t * TAP, mask=ok, other=0.0)
+    return total
+
+
+@triton.jit
+def _mix(past, row, conv_ptr, channel, ok, T: tl.constexpr, CHANNEL: tl.constexpr, TAP: tl.constexpr):
+    """silu of the convolution whose newest input is `row`."""
+    tap = tl.load(conv_ptr + channel * CHANNEL + (T - 1) * TAP, mask=ok, other=0.0)
+    mixed = past + tl.load(row + channel, mask=ok, other=0.0).to(tl.float32) * tap
+    return mixed * tl.sigmoid(mixed)
+
+
+@triton.jit
+def _add_pair(a, b, c, d):
+    return a + c, b + d
+
+
 @triton.jit(do_not_specialize=["B", "R"])
 def delta_rows_kernel(
     x_ptr, state_ptr, recent_ptr, saved_ptr, saved_in_ptr, absorbed_ptr, places_ptr, conv_ptr, decay_ptr, dt_ptr,
     committed_ptr, slot_ptr, rows_ptr, row_of_ptr, out_ptr,
-    B, R, x_stride, row_of_stride, M, places, interval, early,
+    B, R, x_stride, row_of_stride, places, interval, early,
     N: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr, SLICE: tl.constexpr, SCALE: tl.constexpr, SAVES: tl.constexpr,
-    BP: tl.constexpr, PDL: tl.constexpr,
+    M: tl.constexpr, CHANNEL: tl.constexpr, TAP: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    SLICE: tl.constexpr, SCALE: tl.constexpr, SAVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, N, cdiv(DV, BV)): BV columns of a head's state in registers. SLICE: columns of x that it keeps."""
+    """Grid (B, N, cdiv(DV, BV)): BV columns of a head's state in registers. SLICE: columns of x that it keeps.
+
+    Most of the time goes by until the state is there, so it is asked for first. Within a chain of dependent launches
+    nobody else writes states, the inputs kept beside them, slots or row counts: none of them waits for the launch
+    before. Keys and queries are normed behind the sums that they go into, which need not wait for the norms then.
+    """
     b, n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         tlx.gdc_launch_dependents()
-        tlx.gdc_wait()
     slot = tl.load(slot_ptr + b)
     rows = tl.load(rows_ptr + b)
     first = tl.load(row_of_ptr + b * row_of_stride)
-    base = tl.load(committed_ptr + slot)
-    absorbed = tl.load(absorbed_ptr + slot)
-    live = rows > 0
     i, j = tl.arange(0, KP), part * BV + tl.arange(0, BV)
-    i_ok, j_ok = i < DK, j < DV
-    key = n // (N // KEYS)
-    q_at, k_at, v_at = key * DK + i, (KEYS + key) * DK + i, 2 * KEYS * DK + n * DV + j
-    x_row, ring = x_ptr + first * x_stride, recent_ptr + slot * M * X
+    i_ok, j_ok = (i < DK) | (DK == KP), (j < DV) | (DV % BV == 0)  # told apart when compiled
     inside = i_ok[:, None] & j_ok[None, :]
     place = n * (DK * DV) + i[:, None] * DV + j[None, :]
     home = state_ptr + slot * (N * DK * DV) + place
-    state = tl.load(home, mask=inside & live, other=0.0)
+    state = tl.load(home, mask=inside, other=0.0)
+    tl.debug_barrier()  # or the compiler asks for it behind what waits for `base`
+    live = rows > 0
+    base = tl.load(committed_ptr + slot).to(tl.int32)
+    absorbed = tl.load(absorbed_ptr + slot).to(tl.int32)
+    key = n // (N // KEYS)
+    q_at, k_at, v_at = key * DK + i, (KEYS + key) * DK + i, 2 * KEYS * DK + n * DV + j
+    x_row, ring = x_ptr + first * x_stride, recent_ptr + slot * M * X
     decay, dt = tl.load(decay_ptr + n), tl.load(dt_ptr + n)
+    mine = tl.where(live, rows, 0).to(tl.int32)
+    steps = tl.where(live, base + mine - absorbed, 0)
+    # The inputs before the first step's are never rows of this frame.
+    past_q = _past(x_row, ring, conv_ptr, q_at, i_ok & live, absorbed, base, x_stride, M, X, T, CHANNEL, TAP)
+    past_k = _past(x_row, ring, conv_ptr, k_at, i_ok & live, absorbed, base, x_stride, M, X, T, CHANNEL, TAP)
+    past_v = _past(x_row, ring, conv_ptr, v_at, j_ok & live, absorbed, base, x_stride, M, X, T, CHANNEL, TAP)
     column = (n * tl.num_programs(2) + part) * SLICE + tl.arange(0, SLICE)
     kept = column < X
-    mine = tl.where(live, rows, 0).to(tl.int32)
-    steps = tl.where(live, base + rows - absorbed, 0).to(tl.int32)
+    if PDL:
+        tlx.gdc_wait()
     for step in range(steps):
         pos = absorbed + step
-        q = _mixed(x_row, ring, conv_ptr, q_at, i_ok, pos, base, x_stride, M, X, T)
-        k = _mixed(x_row, ring, conv_ptr, k_at, i_ok, pos, base, x_stride, M, X, T)
-        v = _mixed(x_row, ring, conv_ptr, v_at, j_ok, pos, base, x_stride, M, X, T)
-        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * SCALE)
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        gate = 2 * KEYS * DK + N * DV + n
-        a = _input(x_row, ring, gate, live, pos, base, x_stride, M, X).to(tl.float32)
-        beta = tl.sigmoid(_input(x_row, ring, gate + N, live, pos, base, x_stride, M, X).to(tl.float32))
-        state = state * tl.exp(decay * _softplus(a + dt))
-        change = beta * (v - tl.sum(state * k[:, None], 0))
-        state = state + k[:, None] * change[None, :]
+        row = _row(x_row, ring, pos, base, x_stride, M, X)
+        q = _mix(past_q, row, conv_ptr, q_at, i_ok, T, CHANNEL, TAP)
+        k = _mix(past_k, row, conv_ptr, k_at, i_ok, T, CHANNEL, TAP)
+        v = _mix(past_v, row, conv_ptr, v_at, j_ok, T, CHANNEL, TAP)
+        gate = row + (2 * KEYS * DK + N * DV + n)
+        a, beta = tl.load(gate).to(tl.float32), tl.sigmoid(tl.load(gate + N).to(tl.float32))
+        if step + 1 < steps:
+            past_q = _past(x_row, ring, conv_ptr, q_at, i_ok, pos + 1, base, x_stride, M, X, T, CHANNEL, TAP)
+            past_k = _past(x_row, ring, conv_ptr, k_at, i_ok, pos + 1, base, x_stride, M, X, T, CHANNEL, TAP)
+            past_v = _past(x_row, ring, conv_ptr, v_at, j_ok, pos + 1, base, x_stride, M, X, T, CHANNEL, TAP)
+        fade = tl.exp(decay * _softplus(a + dt))
+        q_q, k_k = tl.reduce((q * q, k * k), 0, _add_pair)
+        k_norm = tl.rsqrt(k_k + 1e-6)
+        change = (v - tl.sum(state * k[:, None], 0) * (fade * k_norm)) * (beta * k_norm)
+        state = state * fade + k[:, None] * change[None, :]
         if pos >= base:
-            out = tl.sum(state * q[:, None], 0)
+            out = tl.sum(state * q[:, None], 0) * (tl.rsqrt(q_q + 1e-6) * SCALE)
             to = out_ptr + (first + pos - base) * (N * DV) + n * DV + j
             tl.store(to, out.to(out_ptr.dtype.element_ty), mask=j_ok)
         if pos == base:
-            tl.store(home, state, mask=inside)
+            bonus = tl.load(row + column, mask=kept)
+            tl.store(home, state, mask=inside, cache_modifier=".cs")
+            tl.store(ring + (base % M) * X + column, bonus, mask=kept)
         if SAVES:
             count = pos + 1 + early
             if (pos <= base) & (count % interval == 0):
                 saved = tl.load(places_ptr + slot * places + tl.minimum(count // interval, places - 1))
-                tl.store(saved_ptr + saved * (N * DK * DV) + place, state, mask=inside)
+                tl.store(saved_ptr + saved * (N * DK * DV) + place, state, mask=inside, cache_modifier=".cs")
                 for h in range(T - 1):
-                    raw = _input(x_row, ring, column, kept, pos - (T - 2) + h, base, x_stride, M, X)
+                    at = pos - (T - 2) + h
+                    was = _row(x_row, ring, at, base, x_stride, M, X)
+                    raw = tl.load(was + column, mask=kept & (at >= 0), other=0.0)
                     tl.store(saved_in_ptr + (saved * (T - 1) + h) * X + column, raw, mask=kept)
     # Positions from base on: other places of the ring than those that are read.
-    for depth in range(mine):
+    for depth in range(1, mine):
         raw = tl.load(x_row + depth * x_stride + column, mask=kept)
         tl.store(ring + ((base + depth) % M) * X + column, raw, mask=kept)
     if b == B - 1:
         # The cells of a slot without rows name some row, so where the rows end is counted.
-        every = tl.arange(0, BP)
-        end = tl.sum(tl.load(rows_ptr + every, mask=every < B, other=0), 0).to(tl.int32)
+        end, every = 0, tl.arange(0, 128)
+        for at in range(0, B, 128):
+            end += tl.sum(tl.load(rows_ptr + at + every, mask=at + every < B, other=0), 0).to(tl.int32)
         for row in range(end, R):
             tl.store(out_ptr + row * (N * DV) + n * DV + j, tl.zeros([BV], out_ptr.dtype.element_ty), mask=j_ok)
 
@@ -145,7 +201,8 @@ def delta_prepare_kernel(
     x_ptr, recent_ptr, conv_ptr, decay_ptr, dt_ptr, slot_ptr, pos_ptr, tile_ptr, q_ptr, k_ptr, v_ptr, gate_ptr, mat_ptr,
     tiles, x_stride, M,
     N: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
-    KP: tl.constexpr, VP: tl.constexpr, L: tl.constexpr, SCALE: tl.constexpr, PRECISION: tl.constexpr,
+    CHANNEL: tl.constexpr, TAP: tl.constexpr, KP: tl.constexpr, VP: tl.constexpr, L: tl.constexpr,
+    SCALE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, N): what of a tile does not need the state before it. Its queries, keys and values; of each token
     its decay since the tile began, and its beta; the inverse of the tile's system, and what queries see of its keys."""
@@ -163,15 +220,21 @@ def delta_prepare_kernel(
         pos, same = start + r, r[:, None] * 0
         key = n // (N // KEYS)
         q_at, k_at, v_at = key * DK + i, (KEYS + key) * DK + i, 2 * KEYS * DK + n * DV + j
-        q = _mixed(x_row, ring, conv_ptr, q_at[None, :] + same, keys_ok, pos[:, None], base, x_stride, M, X, T)
-        k = _mixed(x_row, ring, conv_ptr, k_at[None, :] + same, keys_ok, pos[:, None], base, x_stride, M, X, T)
+        q = _mixed(
+            x_row, ring, conv_ptr, q_at[None, :] + same, keys_ok, pos[:, None], base, x_stride, M, X, T, CHANNEL, TAP
+        )
+        k = _mixed(
+            x_row, ring, conv_ptr, k_at[None, :] + same, keys_ok, pos[:, None], base, x_stride, M, X, T, CHANNEL, TAP
+        )
         q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * SCALE)[:, None]
         k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
         if n % (N // KEYS) == 0:
             to = ((first + r)[:, None] * KEYS + key) * DK + i[None, :]
             tl.store(q_ptr + to, q, mask=keys_ok)
             tl.store(k_ptr + to, k, mask=keys_ok)
-        v = _mixed(x_row, ring, conv_ptr, v_at[None, :] + same, values_ok, pos[:, None], base, x_stride, M, X, T)
+        v = _mixed(
+            x_row, ring, conv_ptr, v_at[None, :] + same, values_ok, pos[:, None], base, x_stride, M, X, T, CHANNEL, TAP
+        )
         tl.store(v_ptr + ((first + r)[:, None] * N + n) * DV + j[None, :], v, mask=values_ok)
         gate = x_row + (pos - base) * x_stride + 2 * KEYS * DK + N * DV + n
         a = tl.load(gate, mask=live, other=0.0).to(tl.float32)
@@ -284,16 +347,15 @@ def _sizes(x, recent, state, key_heads, key_dim, value_block):
 
 def launch_delta_rows(
     x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out, *,
-    key_heads, key_dim, interval, early, value_block=None, warps=4, pdl=False,
+    key_heads, key_dim, interval, early, config=None, pdl=False,
 ):  # fmt: skip
-    # A program reads a head's keys again for each block of values: few blocks where there are programs enough.
-    value_block = value_block or (32 if slot.shape[0] * state.shape[1] < 512 else 64)
-    sizes, grid = _sizes(x, recent, state, key_heads, key_dim, value_block)
+    c = config or delta_config(slot.shape[0], state.shape[1])
+    sizes, grid = _sizes(x, recent, state, key_heads, key_dim, c.columns)
     delta_rows_kernel[(slot.shape[0], *grid)](
         x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out,
-        slot.shape[0], x.shape[0], x.stride(0), row_of.stride(0), recent.shape[1], places.shape[1], max(1, interval),
-        early, T=conv.shape[1], SAVES=interval > 0, BP=triton.next_power_of_2(slot.shape[0]),
-        PDL=pdl, num_warps=warps, launch_pdl=pdl, **sizes,
+        slot.shape[0], x.shape[0], x.stride(0), row_of.stride(0), places.shape[1], max(1, interval), early,
+        T=conv.shape[1], M=recent.shape[1], CHANNEL=conv.stride(0), TAP=conv.stride(1), SAVES=interval > 0, PDL=pdl,
+        num_warps=c.warps, maxnreg=c.registers, launch_pdl=pdl, **sizes,
     )  # fmt: skip
 
 
@@ -316,7 +378,8 @@ def launch_delta_prompt(
     own = {name: sizes[name] for name in ("N", "KEYS", "DK", "DV", "X", "KP", "SCALE")}
     delta_prepare_kernel[(tiles, heads)](
         x, recent, conv, decay, dt, slot, pos, tile, *parts, tiles, x.stride(0), recent.shape[1], T=taps, L=TILE,
-        VP=max(16, triton.next_power_of_2(dv)), PRECISION=precision, num_warps=4, **own,
+        CHANNEL=conv.stride(0), TAP=conv.stride(1), VP=max(16, triton.next_power_of_2(dv)), PRECISION=precision,
+        num_warps=4, **own,
     )  # fmt: skip
     sizes.pop("SCALE")
     delta_prompt_kernel[grid](

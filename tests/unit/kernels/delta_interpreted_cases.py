@@ -13,6 +13,7 @@ import torch
 from slipstream.kernels import delta, gated
 from slipstream.kernels.jit import delta as jit
 from slipstream.kernels.jit import gated as jit_gated
+from slipstream.kernels.tuning import DeltaConfig
 from tests.support.delta_cases import Case, delta_case, prompt_rows
 from tests.support.kernel_cases import paged_case, relative_error, rope_tables
 
@@ -24,10 +25,10 @@ def memory_args(c: Case) -> tuple[torch.Tensor, ...]:
     return m.state_SNKV, m.recent_SMX, m.saved_ZNKV, m.saved_ZHX
 
 
-def options(c: Case, block: int) -> dict[str, Any]:
+def options(c: Case) -> dict[str, Any]:
     return {
         "key_heads": c.weights.key_heads, "key_dim": c.weights.key_dim, "interval": c.memory.interval,
-        "early": c.memory.early, "value_block": block,
+        "early": c.memory.early,
     }  # fmt: skip
 
 
@@ -56,7 +57,7 @@ def test_decode_rows(
     out = torch.full_like(want, float("nan"))
     jit.launch_delta_rows(
         c.x_RX, *memory_args(c), c.memory.absorbed_S, c.memory.saved_SC, *c.weights[:3], c.committed_S, c.slot_B,
-        c.rows_B, c.row_of_BW, out, **options(c, block),
+        c.rows_B, c.row_of_BW, out, **options(c), config=DeltaConfig(columns=block),
     )  # fmt: skip
     assert relative_error(out, want) < LIMIT
     same_memory(c, want_case)
@@ -78,7 +79,7 @@ def test_prompt_rows(spans: list[delta.Span], interval: int, early: int) -> None
     tile = delta.delta_tiles(slot_R, pos_R, jit.TILE, 4, early)
     jit.launch_delta_prompt(
         x_RX, *memory_args(c), c.memory.saved_SC, *c.weights[:3], slot_R, pos_R, tile, out, precision="ieee",
-        **options(c, 16),
+        value_block=16, **options(c),
     )  # fmt: skip
     assert relative_error(out, want) < LIMIT
     same_memory(c, want_case)
@@ -98,7 +99,7 @@ def test_equal_keys_without_decay() -> None:
     tile = delta.delta_tiles(slot_R, pos_R, jit.TILE, 4)
     jit.launch_delta_prompt(
         x_RX, *memory_args(c), c.memory.saved_SC, *c.weights[:3], slot_R, pos_R, tile, out, precision="ieee",
-        **options(c, 16),
+        value_block=16, **options(c),
     )  # fmt: skip
     assert relative_error(out, want) < 1e-4
 

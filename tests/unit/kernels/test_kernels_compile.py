@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from slipstream.kernels.jit import adjust, frame, grammar, logprobs, sample, schedule
+from slipstream.kernels.jit import adjust, delta, frame, grammar, logprobs, sample, schedule
+from slipstream.kernels.tuning import delta_config
 
 INT, REAL, DOUBLE, SHORT, N = "*i64", "*fp32", "*fp64", "*i32", "i32"
 PENALTIES = {"repetition_ptr": DOUBLE, "presence_ptr": DOUBLE, "frequency_ptr": DOUBLE}
@@ -113,3 +117,45 @@ def test_what_does_not_compile_is_seen() -> None:
     }
     with pytest.raises(triton.compiler.errors.CompilationError):
         triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=places), target=GPUTarget("cuda", 90, 32))
+
+
+@pytest.mark.parametrize("slots", [1, 32])
+def test_a_program_of_delta_rows_asks_for_its_state_first(slots: int, tmp_path: Path) -> None:
+    """At Qwen3.5-9B's shape: 16 bytes a load, all before the wait for the launch in front, and kept in registers."""
+    cut, kernel = delta_config(slots, heads=32), delta.delta_rows_kernel
+    known = {
+        "N": 32, "KEYS": 16, "DK": 128, "DV": 128, "X": 8256, "T": 4, "M": 10, "CHANNEL": 1, "TAP": 8192, "KP": 128,
+        "BV": cut.columns, "SLICE": 128, "SCALE": 128**-0.5, "SAVES": True, "PDL": True,
+    }  # fmt: skip
+    types = {
+        **dict.fromkeys(("x_ptr", "recent_ptr", "saved_in_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("state_ptr", "saved_ptr", "conv_ptr", "decay_ptr", "dt_ptr"), REAL),
+        **dict.fromkeys(
+            ("absorbed_ptr", "places_ptr", "committed_ptr", "slot_ptr", "rows_ptr", "row_of_ptr"), INT
+        ), **dict.fromkeys(("B", "R", "x_stride", "row_of_stride", "places", "interval", "early"), N),
+    }  # fmt: skip
+    names = kernel.arg_names
+    signature = {arg: "constexpr" if arg in known else types[arg] for arg in names}
+    even = [i for i, arg in enumerate(names) if types.get(arg, "").startswith("*") or arg == "x_stride"]
+    source = ASTSource(
+        fn=kernel, signature=signature, constexprs={(names.index(arg),): value for arg, value in known.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i in even},
+    )  # fmt: skip
+    options = {"num_warps": cut.warps, "launch_pdl": True, "maxnreg": cut.registers}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    before, after = compiled.asm["ptx"].split("griddepcontrol.wait")
+    assert len(re.findall(r"ld\.global\.v4\.b32", before)) == 128 * cut.columns // (4 * 32 * cut.warps)
+    assert not re.search(r"ld\.global\.v4\.b32", after)
+    cubin = tmp_path / "delta_rows.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    used = registers_and_stack(cubin)
+    assert used[0] <= (cut.registers or 255)
+    assert used[1] <= 64, "bytes of a thread's registers that go to memory"
+
+
+def registers_and_stack(cubin: Path) -> tuple[int, int]:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    done = subprocess.run([str(tool), "-res-usage", str(cubin)], capture_output=True, text=True, check=True, timeout=60)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    assert found, done.stdout
+    return int(found[1]), int(found[2])

@@ -35,7 +35,11 @@ from slipstream.kernels.tuning import Epilogue, GemmConfig, gemm_config, rows_bu
 SHAPES = {
     "8b": {"hidden": 4096, "inner": 14336, "layers": 32, "heads": 32, "kv_heads": 8, "dim": 128, "vocab": 128256},
     "1b": {"hidden": 2048, "inner": 8192, "layers": 16, "heads": 32, "kv_heads": 8, "dim": 64, "vocab": 128256},
+    "q3-8b": {"hidden": 4096, "inner": 12288, "layers": 36, "heads": 32, "kv_heads": 8, "dim": 128, "vocab": 151936},
+    "q3.5-9b": {"hidden": 4096, "inner": 12288, "layers": 32, "heads": 16, "kv_heads": 4, "dim": 256, "vocab": 248320},
 }
+MIXED = {"q3.5-9b": {"in": (12352, 24), "qkv": (10240, 8)}}
+"""Products into recurrent and gated layers: outputs, layers. Nothing is rotated or kept inside them."""
 BF16, EPS, PAGE, PAGES = torch.bfloat16, 1e-5, 32, 16
 COLD_BYTES = 250 << 20  # several times the L2
 MULTIPROCESSORS, SHARED_BYTES = 132, 220 << 10
@@ -61,6 +65,8 @@ class Product:
 
     @property
     def per_pass(self) -> int:
+        if self.epilogue is Epilogue.STORE:
+            return MIXED[self.model][self.name][1]
         return 1 if self.epilogue is Epilogue.HEAD else SHAPES[self.model]["layers"]
 
     def weights(self) -> list[Tensor]:
@@ -72,8 +78,10 @@ class Product:
 def products(model: str) -> list[Product]:
     s = SHAPES[model]
     h, inner, qkv = s["hidden"], s["inner"], (s["heads"] + 2 * s["kv_heads"]) * s["dim"]
+    into = [Product(model=model, name=name, epilogue=Epilogue.STORE, n=n, k=h)
+            for name, (n, _) in MIXED.get(model, {}).items()]  # fmt: skip
     return [
-        Product(model=model, name="qkv", epilogue=Epilogue.ROPE, n=qkv, k=h),
+        *(into or [Product(model=model, name="qkv", epilogue=Epilogue.ROPE, n=qkv, k=h)]),
         Product(model=model, name="o", epilogue=Epilogue.RESIDUAL, n=h, k=s["heads"] * s["dim"]),
         Product(model=model, name="gate_up", epilogue=Epilogue.SILU, n=2 * inner, k=h),
         Product(model=model, name="down", epilogue=Epilogue.RESIDUAL, n=h, k=inner),
@@ -149,6 +157,8 @@ class Bench:
             kw = {"best": best, "where": best.to(torch.int32), "store_out": False, "sq_in": self.sq}
         elif p.epilogue is Epilogue.SILU:
             kw = {"pair": p.outputs, "sq_in": self.sq}
+        elif p.epilogue is Epilogue.STORE:
+            kw = {"sq_in": self.sq}
         else:
             rope = gemm.Rope(
                 k=self.kv[0], v=self.kv[1], cos=self.cos, sin=self.cos, q_gain=None, k_gain=None, table=self.table,
@@ -169,6 +179,8 @@ class Bench:
             return lambda w: silu_mul(F.linear(x, w), self.sq, p.k, EPS, pdl)
         if p.epilogue is Epilogue.HEAD:
             return lambda w: argmax_rows(torch.mm(x, w.T, out_dtype=torch.float32), pdl)
+        if p.epilogue is Epilogue.STORE:
+            return lambda w: F.linear(x, w)
         return lambda w: rope_kv_write(
             F.linear(x, w), *self.kv, self.cos, self.cos, None, None, self.table, self.slot, self.pos, self.pos,
             self.heads, EPS, None, self.sq, p.k, EPS, pdl,

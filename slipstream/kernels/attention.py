@@ -91,6 +91,7 @@ def _(
     attention.launch_paged_attention(
         q_RND.contiguous(), k_PSKD, v_PSKD, out_RND, table_SP, slot_R.contiguous(), pos_R.contiguous(), tree_R,
         partial, counters,
-        scale=scale, config=c, first_cell=first_cell, low=None if low_R is None else low_R.contiguous(), pdl=pdl,
+        scale=scale, config=c, per_slot=per_slot, first_cell=first_cell,
+        low=None if low_R is None else low_R.contiguous(), pdl=pdl,
     )  # fmt: skip
     return out_RND

@@ -2,9 +2,10 @@
 # (Triton's device language has no types that mypy could check; the ops in kernels/attention.py are typed.)
 """Attention over paged KV for ragged rows per slot, split over the sequence, merged in the same launch.
 
-One program handles the query heads of one KV head for up to ROWS consecutive rows of one slot. Program `split`
-takes key blocks split, split + SPLITS, ...; so which keys meet in one partial sum depends on a row's own
-position only, never on its neighbours, and partial results are merged in the order of `split`.
+A tile is the query heads of one KV head for up to ROWS consecutive rows of one slot; a program handles the tiles that
+open among its STEP rows, one where slots have STEP rows each. Program `split` takes key blocks split, split + SPLITS,
+...; so which keys meet in one partial sum depends on a row's own position only, never on its neighbours, and partial
+results are merged in the order of `split`.
 """
 
 from __future__ import annotations
@@ -14,21 +15,16 @@ import triton.language as tl
 from triton.language.extra import cuda as tlx
 
 
-@triton.jit(do_not_specialize=["R"])
-def paged_attention_kernel(
+@triton.jit
+def _tile(
+    first, head, split,
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr, tree_ptr, low_ptr, ws_ptr, cnt_ptr,
-    R, table_width, page_size, scale,
+    R, table_width, scale,
     N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
-    ROWS: tl.constexpr, BT: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
+    ROWS: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr, TREE: tl.constexpr,
     SKIP: tl.constexpr, LOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, KH, SPLITS); DP and GP are D and G rounded up to powers of two. Positions below SKIP are hidden; with
-    LOW also those below the row's own first one, and blocks that no row of the tile sees are not read."""
-    first = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    if PDL:
-        tlx.gdc_launch_dependents()
+    """Split `split` of the tile that opens at row `first`, if one does."""
     # Slots, positions and tables are written before the chain of dependent launches begins, so they may be read
     # before the wait; q and the newest keys and values may not.
     slot = tl.load(slot_ptr + first)
@@ -80,8 +76,12 @@ def paged_attention_kernel(
                 there = t < length
                 if LOW:
                     there = there & (t >= lowest)
-                page = tl.load(pages + t // page_size, mask=there, other=0)
-                kv = (page.to(tl.int64) * page_size + t % page_size) * (KH * D) + head * D
+                if PAGE % BT == 0:
+                    # One page for the block: a scalar, so that keys are one load away, not two.
+                    page = tl.load(pages + block * BT // PAGE)
+                else:
+                    page = tl.load(pages + t // PAGE, mask=there, other=0)
+                kv = (page.to(tl.int64) * PAGE + t % PAGE) * (KH * D) + head * D
                 # Cells outside of what the tile sees may hold anything, NaN too: they are read as zero.
                 k = tl.load(k_ptr + kv[None, :] + d[:, None], mask=there[None, :] & d_in[:, None], other=0.0)
                 full = there & (t >= SKIP)
@@ -144,24 +144,53 @@ def paged_attention_kernel(
                     tl.store(cnt_ptr + first * KH + head, 0)  # ready for the next launch
 
 
+@triton.jit(do_not_specialize=["R"])
+def paged_attention_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr, tree_ptr, low_ptr, ws_ptr, cnt_ptr,
+    R, table_width, scale,
+    N: tl.constexpr, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+    ROWS: tl.constexpr, STEP: tl.constexpr, BT: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
+    TREE: tl.constexpr, SKIP: tl.constexpr, LOW: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (cdiv(R, STEP), KH, SPLITS); STEP divides ROWS; DP and GP are D and G rounded up to powers of two. Positions
+    below SKIP are hidden; with LOW also those below the row's own first one, and blocks that no row of the tile sees
+    are not read."""
+    if PDL:
+        tlx.gdc_launch_dependents()
+    begin = tl.program_id(0) * STEP
+    if STEP == 1:
+        _tile(begin, tl.program_id(1), tl.program_id(2), q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr, pos_ptr,
+              tree_ptr, low_ptr, ws_ptr, cnt_ptr, R, table_width, scale, N, KH, D, DP, G, GP, ROWS, BT, PAGE, SPLITS,
+              TREE, SKIP, LOW, PDL)  # fmt: skip
+    else:
+        for first in range(begin, tl.minimum(begin + STEP, R)):
+            _tile(first, tl.program_id(1), tl.program_id(2), q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, slot_ptr,
+                  pos_ptr, tree_ptr, low_ptr, ws_ptr, cnt_ptr, R, table_width, scale, N, KH, D, DP, G, GP, ROWS, BT,
+                  PAGE, SPLITS, TREE, SKIP, LOW, PDL)  # fmt: skip
+
+
 def rows_per_tile(group: int) -> int:
     """Rows of one slot that share a tile: 16 query rows of the matrix instruction over the heads of a KV head."""
     return max(1, 16 // triton.next_power_of_2(group))
 
 
 def launch_paged_attention(
-    q, k, v, out, table, slot, pos, tree, ws, counters, *, scale, config, first_cell=0, low=None, pdl=False
+    q, k, v, out, table, slot, pos, tree, ws, counters, *, scale, config, per_slot=1, first_cell=0, low=None, pdl=False
 ):  # fmt: skip
     """Launch; see kernels/attention.py for the shapes."""
     rows, heads, dim = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
     c = config
-    paged_attention_kernel[(rows, kv_heads, c.splits)](
+    tile = rows_per_tile(group)
+    step = 1
+    while step * 2 <= min(tile, per_slot):
+        step *= 2
+    paged_attention_kernel[(triton.cdiv(rows, step), kv_heads, c.splits)](
         q, k, v, out, table, slot, pos, tree, low, ws, counters,
-        rows, table.shape[1], k.shape[1], scale,
+        rows, table.shape[1], scale,
         N=heads, KH=kv_heads, D=dim, DP=max(16, triton.next_power_of_2(dim)), G=group,
-        GP=triton.next_power_of_2(group), ROWS=rows_per_tile(group), BT=c.block, SPLITS=c.splits,
+        GP=triton.next_power_of_2(group), ROWS=tile, STEP=step, BT=c.block, PAGE=k.shape[1], SPLITS=c.splits,
         TREE=tree is not None, SKIP=first_cell, LOW=low is not None,
         PDL=pdl, num_warps=c.warps, num_stages=c.stages, launch_pdl=pdl,
     )  # fmt: skip

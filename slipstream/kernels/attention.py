@@ -83,7 +83,7 @@ def _(
     from slipstream.kernels.jit import attention
 
     rows, heads, dim = q_RND.shape
-    c = attention_config(rows, dim, per_slot)
+    c = attention_config(rows, dim, per_slot, q_RND.element_size())
     if c.splits > 1:
         need, tiles = partial_floats(rows, heads, dim, c.splits), rows * k_PSKD.shape[2]
         assert need <= partial.numel() and tiles <= counters.numel(), "the workspace is too small"

@@ -80,17 +80,32 @@ _MEASURED: dict[tuple[Epilogue, int, int], dict[int, GemmConfig]] = {
     # (epilogue, outputs N, K): from this `rows_bucket` on. bench/tune_stream.py prints such lines.
     (Epilogue.ROPE, 6144, 4096): {
         16: GemmConfig(bk=64, split=8, stages=3, hold=True),
+        32: GemmConfig(bk=64, split=2, stages=5, hold=True),
+        64: GemmConfig(bk=64, split=2, stages=6, hold=True),
         128: GemmConfig(bk=64, split=4, warps=8),
     },
     (Epilogue.RESIDUAL, 4096, 4096): {
         16: GemmConfig(split=4, stages=3, hold=True),
+        64: GemmConfig(split=2, stages=6, hold=True),
         128: GemmConfig(split=4, stages=3),
     },
     (Epilogue.RESIDUAL, 4096, 14336): {
         16: GemmConfig(split=4, stages=4, hold=True),
-        32: GemmConfig(bn=128, split=4, stages=3, hold=True),
+        32: GemmConfig(split=2, stages=6, hold=True),
         128: GemmConfig(bn=128, bk=64, split=4, warps=8),
     },
+    (Epilogue.RESIDUAL, 4096, 12288): {
+        16: GemmConfig(split=4, stages=4, hold=True),
+        32: GemmConfig(split=4, stages=3, hold=True),
+        64: GemmConfig(split=2, stages=6, hold=True),
+        128: GemmConfig(bn=128, bk=64, split=4, warps=8),
+    },
+    (Epilogue.STORE, 12352, 4096): {
+        16: GemmConfig(split=2, stages=3),
+        32: GemmConfig(bk=64, stages=6),
+        64: GemmConfig(stages=3),
+    },
+    (Epilogue.STORE, 10240, 4096): {16: GemmConfig(split=2, stages=3), 32: GemmConfig(bn=128, bk=64, stages=6)},
     (Epilogue.ROPE, 3072, 2048): {16: GemmConfig(split=4, stages=3), 128: GemmConfig(bk=64, split=4, warps=8)},
     (Epilogue.RESIDUAL, 2048, 2048): {16: GemmConfig(bk=256, split=4, stages=3), 128: GemmConfig(split=4, stages=3)},
     (Epilogue.RESIDUAL, 2048, 8192): {16: GemmConfig(bk=256, split=4, stages=3), 128: GemmConfig(split=4, stages=3)},
@@ -110,7 +125,7 @@ def gemm_config(epilogue: Epilogue, outputs: int, k: int, rows: int, itemsize: i
         bk = 128 if k % 128 == 0 else 64
         return GemmConfig(bk=bk, stages=3, tma=outputs % 64 == 0 and k % bk == 0)
     if epilogue is Epilogue.HEAD:
-        bn, bk = (64, 128) if bucket == 16 else (128, 64)
+        bn, bk = (64, 128) if bucket <= (32 if k >= 4096 else 16) else (128, 64)
         return GemmConfig(
             bn=bn, bk=bk, warps=8 if bucket == 128 else 4, stages=4, tma=outputs % bn == 0 and k % bk == 0
         )
@@ -133,20 +148,25 @@ def _split(epilogue: Epilogue, outputs: int, k: int, bk: int) -> int:
     return split
 
 
-def attention_config(rows: int, dim: int = 128, per_slot: int = 1) -> AttentionConfig:
+def attention_config(rows: int, dim: int = 128, per_slot: int = 1, itemsize: int = 2) -> AttentionConfig:
     """Few slots: many splits, to use the whole GPU. Many slots fill it by themselves.
 
-    per_slot: rows of one slot. Frames of as many slots are cut alike whatever their rows, so a row's result is the
-    same with drafts as without.
+    per_slot: rows of one slot. A frame of up to 16 slots is cut alike whatever their rows. Page numbers and then keys
+    are loaded ahead, so of 2 to 4 stages one block is in flight, of 5 and 6 two, of 7 three.
     """
     slots = -(-rows // per_slot)
-    if dim > 128:  # two blocks of keys and values of such heads have to fit into shared memory
-        return AttentionConfig(splits=8 if slots <= 4 else 4 if slots <= 16 else 2, block=32, stages=2)
+    if itemsize > 2:
+        c = attention_config(rows, dim, per_slot)
+        return AttentionConfig(splits=c.splits, block=c.block, warps=max(4, c.warps))
+    if dim > 128:  # the blocks of keys and values of such heads have to fit into shared memory
+        return AttentionConfig(splits=8 if slots <= 16 else 2, block=32, stages=2 if slots <= 4 else 5)
     if slots <= 4:
         return AttentionConfig(splits=8, block=64, warps=8)
-    if slots <= 16 or dim <= 64:
-        return AttentionConfig(splits=4 if slots <= 16 else 2, block=128)
-    return AttentionConfig(splits=2, block=32, stages=3)
+    if dim <= 64:
+        return AttentionConfig(splits=4 if slots <= 16 else 1, block=128, stages=7)
+    if slots <= 16:
+        return AttentionConfig(splits=8, block=32, warps=2, stages=5)
+    return AttentionConfig(splits=2 if per_slot <= 4 else 1, block=32, warps=2, stages=5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from slipstream.draft.ngram import NgramDrafter
 from slipstream.draft.protocol import DraftSlots, DraftView, InPlaceDrafter
 from slipstream.kernels import draft as ops_draft
 from slipstream.kernels import frame as ops
+from slipstream.kernels import registry
 from slipstream.kernels.tree import moved_path, walked_trees
 from slipstream.sampling.slot_params import SlotParams
 from slipstream.types import FinishCode
@@ -100,6 +101,7 @@ def test_fakes_and_schemas() -> None:
     checks = ("test_schema", "test_faketensor")
     state, slot = random_state(6, DRAFTS), slot_list(6, 2)
     cost = torch.tensor([1.0, 1.1, 1.3, 1.4])
+    registry.load()
     library = torch.ops.slipstream
     pack = (state.active, state.committed, state.draft_count, state.pending, slot, 20, 4)
     opcheck(library.pack_rows.default, pack, test_utils=checks)

@@ -197,7 +197,9 @@ def _run(options: dict[str, Any], socket: Any) -> int:
 
 
 def _end_with_parent() -> None:
-    sys.stdin.buffer.read()
+    # Not through sys.stdin: this thread would hold its lock while the interpreter ends, which then aborts.
+    while os.read(sys.stdin.fileno(), 1 << 16):
+        pass
     os._exit(EXIT_FAULT)
 
 

@@ -16,6 +16,20 @@ MAX_FUSED_ROWS = 2048
 """Most rows of one fused pass, frame or prompt chunk."""
 
 
+class Epilogue(IntEnum):
+    """What follows the product; the numbers are those of the device code."""
+
+    STORE = 0
+    SILU = 1
+    RESIDUAL = 2
+    HEAD = 3
+    ROPE = 4
+
+
+_WIDE = {(14336, 4096)}
+"""Gate and up products (outputs, k) that beat the library and its small kernel at 128 rows, too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PassConfig:
     """Most rows at which each product of a pass streams; above, the library multiplies and small kernels follow.
@@ -34,15 +48,11 @@ class PassConfig:
         most = max(self.rope, self.residual, self.silu, self.head, self.linear)
         assert most <= MAX_STREAM_ROWS, f"products stream up to {MAX_STREAM_ROWS} rows, not {most}"
 
-
-class Epilogue(IntEnum):
-    """What follows the product; the numbers are those of the device code."""
-
-    STORE = 0
-    SILU = 1
-    RESIDUAL = 2
-    HEAD = 3
-    ROPE = 4
+    def most(self, epilogue: Epilogue, outputs: int, k: int) -> int:
+        """Rows up to which a SwiGLU or a head streams: more than `silu` and `head` where that was measured to pay."""
+        most = self.silu if epilogue is Epilogue.SILU else self.head
+        wide = (outputs, k) in _WIDE if epilogue is Epilogue.SILU else k >= 4096 and outputs % 128 == 0
+        return max(most, MAX_STREAM_ROWS) if most and wide else most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +110,18 @@ _MEASURED: dict[tuple[Epilogue, int, int], dict[int, GemmConfig]] = {
         64: GemmConfig(split=2, stages=6, hold=True),
         128: GemmConfig(bn=128, bk=64, split=4, warps=8),
     },
+    (Epilogue.SILU, 14336, 4096): {16: GemmConfig(), 128: GemmConfig(bn=128, bk=64, warps=8)},
+    (Epilogue.ROPE, 6144, 8192): {
+        16: GemmConfig(bk=64, split=8, stages=3, hold=True),
+        32: GemmConfig(bk=64, split=2, stages=5, hold=True),
+        64: GemmConfig(bk=64, split=2, stages=6, hold=True),
+        128: GemmConfig(bk=64, split=4, warps=8),
+    },
+    (Epilogue.STORE, 4096, 12288): {
+        16: GemmConfig(split=4, stages=4, hold=True),
+        32: GemmConfig(split=4, stages=3, hold=True),
+        64: GemmConfig(split=2, stages=6, hold=True),
+    },
     (Epilogue.STORE, 12352, 4096): {
         16: GemmConfig(split=2, stages=3),
         32: GemmConfig(bk=64, stages=6),
@@ -127,7 +149,11 @@ def gemm_config(epilogue: Epilogue, outputs: int, k: int, rows: int, itemsize: i
     if epilogue is Epilogue.HEAD:
         bn, bk = (64, 128) if bucket <= (32 if k >= 4096 else 16) else (128, 64)
         return GemmConfig(
-            bn=bn, bk=bk, warps=8 if bucket == 128 else 4, stages=4, tma=outputs % bn == 0 and k % bk == 0
+            bn=bn,
+            bk=bk,
+            warps=8 if bucket == 128 else 4,
+            stages=3 if bucket == 128 else 4,
+            tma=outputs % bn == 0 and k % bk == 0,
         )
     if epilogue in (Epilogue.SILU, Epilogue.ROPE) and bucket == 128:
         # Two weight tiles beside 128 rows: shared memory holds no longer step, registers need two warpgroups.

@@ -22,7 +22,7 @@ from slipstream.kernels.norm import norm_prepare, residual_prepare, rms_norm, si
 from slipstream.kernels.prefill import prefill_attention
 from slipstream.kernels.rope import rope_kv_write
 from slipstream.kernels.sample import argmax_finish, argmax_rows
-from slipstream.kernels.tuning import PassConfig
+from slipstream.kernels.tuning import Epilogue, PassConfig
 from slipstream.kernels.workspace import Workspace
 from slipstream.models.config import ModelConfig
 from slipstream.models.linear import Dense
@@ -184,7 +184,7 @@ class FusedLayers:
         """
         ws, weight_VH, rows = self.workspace, self.weight(layer), stream.h_RH.shape[0]
         pdl = self.pdl and dependent
-        if rows <= self.cut.head:
+        if rows <= self.cut.most(Epilogue.HEAD, *weight_VH.shape):
             logits_RV, best_TR, where_TR = stream_head(
                 stream.x_RH, weight_VH, stream.sq_TR, self.config.rms_norm_eps, ws.partial, ws.counters, logits, pdl
             )
@@ -238,7 +238,7 @@ class FusedLayers:
         """silu(gate) * up [R, I]."""
         c, ws, weight_NH = self.config, self.workspace, self.weight(block.gate_up)
         a_RI: Tensor
-        if stream.h_RH.shape[0] <= self.cut.silu:
+        if stream.h_RH.shape[0] <= self.cut.most(Epilogue.SILU, weight_NH.shape[0] // 2, weight_NH.shape[1]):
             a_RI = stream_swiglu(
                 stream.x_RH, weight_NH, stream.sq_TR, c.rms_norm_eps, ws.partial, ws.counters, self.pdl
             )

@@ -120,6 +120,13 @@ class Metrics:
             self._budgets += self.budget or 0
         self.counters["prefill_rows"] += prefill_rows
 
+    def span(self, result: FrameResult, arrived: int) -> tuple[int, int]:
+        """When the device began and ended the oldest launch that is not `collected`, on perf_counter_ns (see above)."""
+        enqueued = self._stamps[result.seq % len(self._ring)][2]
+        if result.seconds:
+            return enqueued - round(result.seconds * 1e9), enqueued
+        return max(enqueued, self._busy_until), arrived
+
     def collected(
         self, result: FrameResult, events: Sequence[TokenEvent], began: int, arrived: int, ended: int
     ) -> None:
@@ -128,11 +135,7 @@ class Metrics:
         at = result.seq % len(self._ring)
         row, stamps = self._ring[at], self._stamps[at]
         row[3], row[6], row[7] = emitted, (arrived - began) / 1e3, (ended - arrived) / 1e3
-        enqueued = stamps[2]
-        if result.seconds:
-            start, until = enqueued - round(result.seconds * 1e9), enqueued
-        else:
-            start, until = max(enqueued, self._busy_until), arrived
+        start, until = self.span(result, arrived)
         self.idle_ns += max(0, start - max(self._busy_until, self._work_since))
         self.busy_ns += until - start
         self._busy_until = until

@@ -3,15 +3,17 @@
 A frame of *mode* k makes and verifies at most k drafts per slot; mode 0 has no drafting stage. Expected tokens come
 from collected records: with a_i the share of rounds that accepted draft i of those that accepted all before it (a draft
 that was not offered counts as one that failed), mode k emits 1 + a_1 + a_1 a_2 + ... + a_1...a_k tokens per slot.
-Seconds come from start-up, where captured frames were timed, or from the frames themselves where the device reports how
-long they took (a CPU). A draft that says what acceptance it was found to have, and seconds of a lone slot's frames from
-start-up, let the first frames of a CPU begin with what they promise, instead of trying every mode. What is chosen
-depends on collected records only, so a draft's fate never depends on what comes after it: the output's law, and every
-greedy or seeded token, are those of plain decoding.
+Seconds come from start-up, where captured frames were timed over short sequences, or from the frames themselves where
+the device reports how long they took (a CPU). A captured frame reads its sequences once, however many rows a slot has:
+what frames take above the seconds of start-up counts for all modes alike. A draft that says what acceptance it was
+found to have, and seconds of a lone slot's frames from start-up, let the first frames of a CPU begin with what they
+promise, instead of trying every mode. What is chosen depends on collected records and the times of collected frames
+only, so a draft's fate never depends on what comes after it: the output's law, and every greedy or seeded token, are
+those of plain decoding.
 
 What is not in use is looked at again now and then: the next larger mode, since acceptance there is not seen from
 here, and where seconds are measured the next smaller one too. A look that changes nothing doubles the time to the
-next one.
+next one, until looks cost next to nothing.
 """
 
 from __future__ import annotations
@@ -39,10 +41,15 @@ MARGIN = 0.01
 LOOK, LOOK_NEW, FIRST_WAIT, LONGEST_WAIT = 4, 2, 64, 1024
 """Settled frames of one look at another mode, and at one that was never timed; frames to the first look, and the most
 between two."""
+LOOK_SHARE = 0.0025
+"""What looks may cost once they are as seldom as they get: of the tokens per second."""
 WELL_TIMED = 16
 """Frames after which a mode's time is known well enough to tell the machine's pace, which all modes share."""
 MEASURED_SHARE, DRIFT_SHARE, PACE_SHARE = 0.1, 0.02, 0.2
 """Weight of a new time in the mean of a mode's, before and after that, and in the pace."""
+
+ABOVE_SHARE = 0.05
+"""Weight of a new time in the mean of what captured frames take over their profiled times."""
 
 Costs = Mapping[tuple[int, int, int], float]
 """Seconds of a decode frame by (padded slots, rows per slot, drafts made)."""
@@ -64,6 +71,8 @@ class Acceptance:
     def __init__(self, most: int, expected: Sequence[float] = ()) -> None:
         self.hits = [0.0] * most
         self.tries = [0.0] * most
+        self.before: list[float | None] = [None] * most
+        """What was known when it was faded: better than a guess from the draft before."""
         self.known = bool(expected)
         self.expected = [expected[min(i, len(expected) - 1)] for i in range(most)] if expected else [None] * most
 
@@ -83,24 +92,32 @@ class Acceptance:
             self.hits[i] = self.hits[i] * keep + held
             reached = held
 
-    def fade(self, first: int) -> None:
-        """Trust what is known of drafts from `first` on less: it is old."""
+    def fade(self, first: int, keep: bool) -> None:
+        """Trust what is known of drafts from `first` on less: it is old. keep: still more than nothing."""
+        old = self._estimates() if keep else [None] * len(self.tries)
+        self.before[first:] = old[first:]
         for i in range(first, len(self.tries)):
             self.tries[i] *= FADE
             self.hits[i] *= FADE
 
     def tokens(self) -> list[float]:
         """[k]: expected tokens of a slot in a frame of mode k."""
-        out, reach, a, off = [1.0], 1.0, PRIOR, 0.0
-        for hits, tries, expected in zip(self.hits, self.tries, self.expected, strict=True):
+        out, reach = [1.0], 1.0
+        for a in self._estimates():
+            reach *= a
+            out.append(out[-1] + reach)
+        return out
+
+    def _estimates(self) -> list[float]:
+        out, a, off = list[float](), PRIOR, 0.0
+        for hits, tries, expected, before in zip(self.hits, self.tries, self.expected, self.before, strict=True):
             # Text that suits the draft at one position suits it at the next.
-            prior, weight = a, PRIOR_WEIGHT
+            prior, weight = a if before is None else min(a, before), PRIOR_WEIGHT
             if expected is not None:
                 prior, weight = min(1.0, max(0.0, expected + off)), EXPECTED_WEIGHT
             a = (hits + prior * weight) / (tries + weight)
             off = 0.0 if expected is None else a - expected
-            reach *= a
-            out.append(out[-1] + reach)
+            out.append(a)
         return out
 
 
@@ -136,6 +153,7 @@ class Adaptive:
         self._shown = self.mode  # the mode of the last launch
         self._same = 0  # launches in a row that had it
         self._load = dict.fromkeys(self.modes, 1.0)
+        self._above: dict[int, tuple[float, int]] = {}  # by slots: seconds over the profiled ones, frames in that mean
         # Seconds at pace 1, and how many frames they are the mean of.
         self._measured = {key: (seconds, WELL_TIMED) for key, seconds in (guess or {}).items()}
         self._pace = 0.0  # not known yet
@@ -187,7 +205,7 @@ class Adaptive:
         self._launches.append(_Launch(seq, (bucket, mode), seconds, self._same > self._lag, alone))
 
     def collected(self, seq: int, accepted: Sequence[int], seconds: float) -> None:
-        """The result of launch `seq`: accepted drafts of its rounds, and what it took (0: not known)."""
+        """The result of launch `seq`: accepted drafts of its rounds, and what it took, 0: not known."""
         if not self._launches or self._launches[0].seq != seq:
             return
         launch = self._launches.popleft()
@@ -199,8 +217,18 @@ class Adaptive:
         if self.costs is not None:
             if launch.seconds > 0:
                 self._load[mode] += MEASURED_SHARE * (launch.seconds / self._full[launch.key] - self._load[mode])
+                if seconds > 0 and launch.alone:
+                    self._exceed(launch, seconds)
         elif seconds > 0 and launch.alone:
             self._time(launch.key, seconds)
+
+    def _exceed(self, launch: _Launch, seconds: float) -> None:
+        """A captured frame took so long, as the host saw it: what one is late by, the next one lacks."""
+        slots = launch.key[0]
+        above, frames = self._above.get(slots, (0.0, 0))
+        known = launch.seconds + max(0.0, above)
+        off = min(seconds, 2 * known) - launch.seconds - above
+        self._above[slots] = above + max(ABOVE_SHARE, 1 / (frames + 1)) * off, frames + 1
 
     def _time(self, key: tuple[int, int], seconds: float) -> None:
         """A frame of a mode took so long: the mode, or the machine, which then takes longer over all of them."""
@@ -226,7 +254,7 @@ class Adaptive:
         if self.costs is None:
             known = self._measured.get((slots, mode))
             return None if known is None else known[0] * (self._pace or 1.0)
-        return self._full[slots, mode] * self._load[mode]
+        return self._full[slots, mode] * self._load[mode] + max(0.0, self._above.get(slots, (0.0, 0))[0])
 
     def _decide(self) -> None:
         self._hold = HOLD
@@ -258,10 +286,21 @@ class Adaptive:
         return smaller if smaller is not None and (self._smaller or larger is None) else larger
 
     def _start_look(self, mode: int | None) -> None:
-        self._wait = min(2 * self._wait, LONGEST_WAIT)
+        self._wait = min(2 * self._wait, self._longest_wait(mode))
         self._until_look = self._wait
         if mode is None:
             return
         if mode > self.mode:
-            self.acceptance.fade(self.mode)
+            self.acceptance.fade(self.mode, keep=self._bucket > 1)
         self._look, self._left = mode, LOOK + self._lag
+
+    def _longest_wait(self, mode: int | None) -> int:
+        """Frames after which another look at a mode costs no more than its share, by what is known of it.
+
+        A lone slot's look is so few rounds that it tells little: by hopeful guesses it tries often enough. What a
+        smaller mode would accept is known."""
+        rates = self.rates(self._bucket)
+        if mode is None or mode < self.mode or mode not in rates or self._bucket == 1:
+            return LONGEST_WAIT
+        loses = max(0.0, 1 - rates[mode] / rates[self.mode])
+        return min(LONGEST_WAIT, max(FIRST_WAIT, round((LOOK + self._lag) * loses / LOOK_SHARE)))

@@ -39,15 +39,20 @@ class Collector:
         self._stride = 1 + (config.tree_depth or config.num_drafts)
         self._late = config.confidence_schedule or config.late_counts
 
-    def take(self, result: FrameResult) -> list[TokenEvent]:
-        """Apply the records of one launch; then release what waited for it."""
+    def take(self, result: FrameResult, arrived: int) -> list[TokenEvent]:
+        """Apply the records of one launch, here since `arrived` on perf_counter_ns; then release what waited for it."""
         queued, width, taken = self.scheduler.queued, 0, None
         if queued and queued[0].launch == result.seq:
             frame = queued.popleft()
             width, taken = frame.width, self._take_steady(frame, result)
         events, accepted = self._take_each(result, width) if taken is None else taken
-        if self.scheduler.adaptive is not None:
-            self.scheduler.adaptive.collected(result.seq, accepted, result.seconds)
+        adaptive = self.scheduler.adaptive
+        if adaptive is not None:
+            seconds = result.seconds
+            if adaptive.costs is not None:  # else only a device that says so itself knows what a launch took
+                start, until = self.metrics.span(result, arrived)
+                seconds = (until - start) / 1e9
+            adaptive.collected(result.seq, accepted, seconds)
         self.scheduler.settle(result.seq)
         return events
 

@@ -143,6 +143,6 @@ class EngineCore:
         result = self.device.collect()
         arrived = perf_counter_ns()
         self._in_flight -= 1
-        events = self.collector.take(result)
+        events = self.collector.take(result, arrived)
         self.metrics.collected(result, events, began, arrived, perf_counter_ns())
         return events

@@ -73,8 +73,8 @@ def told(scenario: Scenario, m: pytest.MonkeyPatch, seen: Counter[str]) -> list[
     out: list[Any] = []
     take, split, steady = Collector.take, Scheduler._split, Collector._take_steady
 
-    def taken(self: Collector, result: FrameResult) -> list[TokenEvent]:
-        events = take(self, result)
+    def taken(self: Collector, result: FrameResult, arrived: int) -> list[TokenEvent]:
+        events = take(self, result, arrived)
         kinds = self.scheduler.round_kinds
         facts = [
             (s.key, s.state, s.length, s.ahead, s.queued, s.wanted, s.acked, [*s.outputs], s.stats(kinds).counts)

@@ -157,7 +157,7 @@ def test_records_of_another_generation_say_nothing() -> None:
     known = (seq.survival, seq.fresh, seq.wanted)
     assert known[1] == (4, [5, 5, 5])
     stranger = [seq.generation - 1, 0, 0, 0, 0, 3, *units(0.9, 0.9, 0.9), *(7,) * 4]
-    engine.collector.take(FrameResult(-1, (seq.slot,), [stranger], 1))
+    engine.collector.take(FrameResult(-1, (seq.slot,), [stranger], 1), 0)
     assert (seq.survival, seq.fresh, seq.wanted) == known
     assert len(stranger) == RECORD_COLUMNS + 3 + 4
 

@@ -218,11 +218,15 @@ def prefill_config(rows: int, dim: int = 128, itemsize: int = 2) -> PrefillConfi
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaConfig:
-    """columns: values of a head whose states a program holds. registers: most of a thread, None: as ptxas likes."""
+    """columns: values of a head whose states a program holds. registers: most of a thread, None: as ptxas likes.
+
+    by_slot: programs of one slot start together, rather than those of one head.
+    """
 
     columns: int = 32
     warps: int = 4
     registers: int | None = None
+    by_slot: bool = True
 
 
 def delta_config(slots: int, heads: int) -> DeltaConfig:

@@ -79,32 +79,36 @@ def _add_pair(a, b, c, d):
     return a + c, b + d
 
 
-@triton.jit(do_not_specialize=["B", "R"])
+@triton.jit(do_not_specialize=["B", "R", "row_of_stride", "places"])
 def delta_rows_kernel(
     x_ptr, state_ptr, recent_ptr, saved_ptr, saved_in_ptr, absorbed_ptr, places_ptr, conv_ptr, decay_ptr, dt_ptr,
     committed_ptr, slot_ptr, rows_ptr, row_of_ptr, out_ptr,
     B, R, x_stride, row_of_stride, places, interval, early,
     N: tl.constexpr, KEYS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, X: tl.constexpr, T: tl.constexpr,
     M: tl.constexpr, CHANNEL: tl.constexpr, TAP: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
-    SLICE: tl.constexpr, SCALE: tl.constexpr, SAVES: tl.constexpr, PDL: tl.constexpr,
+    SLICE: tl.constexpr, SCALE: tl.constexpr, SAVES: tl.constexpr, BY_SLOT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B, N, cdiv(DV, BV)): BV columns of a head's state in registers. SLICE: columns of x that it keeps.
+    """BV columns of a head's state in registers. SLICE: columns of x that it keeps. Grid (cdiv(DV, BV) * N, B), so that
+    programs that start together read a slot's states from end to end; not BY_SLOT: (B, cdiv(DV, BV) * N).
 
     Most of the time goes by until the state is there, so it is asked for first. Within a chain of dependent launches
     nobody else writes states, the inputs kept beside them, slots or row counts: none of them waits for the launch
     before. Keys and queries are normed behind the sums that they go into, which need not wait for the norms then.
     """
-    b, n, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    parts: tl.constexpr = tl.cdiv(DV, BV)
+    b, rank = (tl.program_id(1), tl.program_id(0)) if BY_SLOT else (tl.program_id(0), tl.program_id(1))
+    n, part = rank // parts % N, rank % parts  # % N: bounds that save the compiler 64-bit sums for each element
     if PDL:
         tlx.gdc_launch_dependents()
     slot = tl.load(slot_ptr + b)
     rows = tl.load(rows_ptr + b)
     first = tl.load(row_of_ptr + b * row_of_stride)
-    i, j = tl.arange(0, KP), part * BV + tl.arange(0, BV)
+    i, own = tl.arange(0, KP), tl.arange(0, BV)
+    j = part * BV + own
     i_ok, j_ok = (i < DK) | (DK == KP), (j < DV) | (DV % BV == 0)  # told apart when compiled
     inside = i_ok[:, None] & j_ok[None, :]
-    place = n * (DK * DV) + i[:, None] * DV + j[None, :]
-    home = state_ptr + slot * (N * DK * DV) + place
+    cell = i[:, None] * DV + own[None, :]
+    home = state_ptr + (slot * N + n) * (DK * DV) + part * BV + cell
     state = tl.load(home, mask=inside, other=0.0)
     tl.debug_barrier()  # or the compiler asks for it behind what waits for `base`
     live = rows > 0
@@ -120,7 +124,7 @@ def delta_rows_kernel(
     past_q = _past(x_row, ring, conv_ptr, q_at, i_ok & live, absorbed, base, x_stride, M, X, T, CHANNEL, TAP)
     past_k = _past(x_row, ring, conv_ptr, k_at, i_ok & live, absorbed, base, x_stride, M, X, T, CHANNEL, TAP)
     past_v = _past(x_row, ring, conv_ptr, v_at, j_ok & live, absorbed, base, x_stride, M, X, T, CHANNEL, TAP)
-    column = (n * tl.num_programs(2) + part) * SLICE + tl.arange(0, SLICE)
+    column = (n * parts + part) * SLICE + tl.arange(0, SLICE)
     kept = column < X
     if PDL:
         tlx.gdc_wait()
@@ -153,7 +157,8 @@ def delta_rows_kernel(
             count = pos + 1 + early
             if (pos <= base) & (count % interval == 0):
                 saved = tl.load(places_ptr + slot * places + tl.minimum(count // interval, places - 1))
-                tl.store(saved_ptr + saved * (N * DK * DV) + place, state, mask=inside, cache_modifier=".cs")
+                to = saved_ptr + (saved * N + n) * (DK * DV) + part * BV + cell
+                tl.store(to, state, mask=inside, cache_modifier=".cs")
                 for h in range(T - 1):
                     at = pos - (T - 2) + h
                     was = _row(x_row, ring, at, base, x_stride, M, X)
@@ -350,12 +355,13 @@ def launch_delta_rows(
     key_heads, key_dim, interval, early, config=None, pdl=False,
 ):  # fmt: skip
     c = config or delta_config(slot.shape[0], state.shape[1])
-    sizes, grid = _sizes(x, recent, state, key_heads, key_dim, c.columns)
-    delta_rows_kernel[(slot.shape[0], *grid)](
+    sizes, (heads, parts) = _sizes(x, recent, state, key_heads, key_dim, c.columns)
+    grid = (heads * parts, slot.shape[0])
+    delta_rows_kernel[grid if c.by_slot else grid[::-1]](
         x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out,
         slot.shape[0], x.shape[0], x.stride(0), row_of.stride(0), places.shape[1], max(1, interval), early,
-        T=conv.shape[1], M=recent.shape[1], CHANNEL=conv.stride(0), TAP=conv.stride(1), SAVES=interval > 0, PDL=pdl,
-        num_warps=c.warps, maxnreg=c.registers, launch_pdl=pdl, **sizes,
+        T=conv.shape[1], M=recent.shape[1], CHANNEL=conv.stride(0), TAP=conv.stride(1), SAVES=interval > 0,
+        BY_SLOT=c.by_slot, PDL=pdl, num_warps=c.warps, maxnreg=c.registers, launch_pdl=pdl, **sizes,
     )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def test_a_program_of_delta_rows_asks_for_its_state_first(slots: int, tmp_path: 
     cut, kernel = delta_config(slots, heads=32), delta.delta_rows_kernel
     known = {
         "N": 32, "KEYS": 16, "DK": 128, "DV": 128, "X": 8256, "T": 4, "M": 10, "CHANNEL": 1, "TAP": 8192, "KP": 128,
-        "BV": cut.columns, "SLICE": 128, "SCALE": 128**-0.5, "SAVES": True, "PDL": True,
+        "BV": cut.columns, "SLICE": 128, "SCALE": 128**-0.5, "SAVES": True, "BY_SLOT": True, "PDL": True,
     }  # fmt: skip
     types = {
         **dict.fromkeys(("x_ptr", "recent_ptr", "saved_in_ptr", "out_ptr"), "*bf16"),

@@ -48,7 +48,7 @@ WELL_TIMED = 16
 MEASURED_SHARE, DRIFT_SHARE, PACE_SHARE = 0.1, 0.02, 0.2
 """Weight of a new time in the mean of a mode's, before and after that, and in the pace."""
 
-ABOVE_SHARE = 0.05
+ABOVE_SHARE = 0.1
 """Weight of a new time in the mean of what captured frames take over their profiled times."""
 
 Costs = Mapping[tuple[int, int, int], float]

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from bench import host_frame
 from slipstream.engine.adaptive import LONGEST_WAIT, LOOK, MEMORY, Acceptance, Adaptive, _Launch
+from slipstream.engine.collect import TIMED_ONE_IN
 from slipstream.errors import ConfigError
 
 Clock = Callable[[int, int, int], float]
@@ -91,7 +93,8 @@ class Machine:
                 rounds.append(accepted)
             seconds = (self.clock(self.slots, verified + 1, k) + self.reading) * (1 + noise * abs(self.rng.gauss(0, 1)))
             self.adaptive.launched(self.launches, self.slots, verified + 1, k, alone=True)
-            self.in_flight.append((self.launches, rounds, seconds / 1e3))
+            timed = not self.profiled or self.launches % TIMED_ONE_IN == 0
+            self.in_flight.append((self.launches, rounds, timed * seconds / 1e3))
             self.launches += 1
             self.chosen.append(k)
             tokens += sum(rounds) + self.slots
@@ -144,6 +147,18 @@ def test_text_that_begins_to_suit_the_draft_is_seen_soon(slots: int) -> None:
         machine.frames(1300 + 113 * seed, conditional(1.01))
         share += machine.frames(600, conditional(3.5)) / machine.best(conditional(3.5)) / 8
     assert share > 0.85, share
+
+
+def test_an_engine_tells_what_captured_frames_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = host_frame.build(2, 3, 2, adaptive=True)
+    adaptive = engine.scheduler.adaptive
+    assert adaptive is not None and adaptive.costs is not None
+    monkeypatch.setattr(engine.metrics, "span", lambda result, arrived: (arrived - 4_000_000, arrived))
+    profiled = adaptive._seconds(2, 3)
+    assert profiled is not None and profiled < 2e-3
+    for _ in range(150):
+        engine.step()
+    assert adaptive._seconds(2, 3) == pytest.approx(4e-3, rel=0.02)
 
 
 def test_frames_that_were_held_up_do_not_turn_it() -> None:

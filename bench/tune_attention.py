@@ -47,7 +47,11 @@ class Frame:
         splits = (4, 8, 16) if self.slots <= 4 else (2, 4, 8) if self.slots <= 16 else (1, 2, 4)
         cuts = [(b, w) for b, w in product((32, 64, 128), (2, 4, 8)) if 2048 <= b * dim // w <= 4096]
         kept = [(b, w, n) for (b, w), n in product(cuts, (2, 5, 7)) if b * dim * 4 * (n // 2) <= 120 << 10]
-        made = [AttentionConfig(splits=s, block=b, warps=w, stages=n) for s, (b, w, n) in product(splits, kept)]
+        tiles = (16, 32) if self.rows > 16 // (SHAPES[self.shape][0] // SHAPES[self.shape][1]) else (16,)
+        made = [
+            AttentionConfig(splits=s, block=b, warps=w, stages=n, queries=q)
+            for s, (b, w, n), q in product(splits, kept, tiles)
+        ]
         return list(dict.fromkeys([attention_config(self.slots * self.rows, dim, self.rows), *made]))
 
 
@@ -129,7 +133,10 @@ def measure(frame: Frame, configs: list[AttentionConfig]) -> dict[str, Any]:
         assert error < 1e-2, f"{frame} {config}: {error}"
         times[config] = bench.us(config)
     ranked = sorted(times.items(), key=lambda item: item[1])
-    show = [f"{t:.1f} splits={c.splits} block={c.block} warps={c.warps} stages={c.stages}" for c, t in ranked]
+    show = [
+        f"{t:.1f} splits={c.splits} block={c.block} warps={c.warps} stages={c.stages} queries={c.queries}"
+        for c, t in ranked
+    ]
     return {
         "shape": frame.shape, "frame": f"{frame.slots}x{frame.rows}", "context": frame.context,
         "floor_us": round(bench.bytes / 4.2e6, 1), "used_us": round(times.get(used, float("nan")), 1),

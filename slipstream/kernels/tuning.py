@@ -73,12 +73,14 @@ class GemmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
-    """block: keys per step. splits: programs that share the keys of a tile."""
+    """block: keys per step. splits: programs that share the keys of a tile. queries: rows of a tile, times the query
+    heads of a KV head."""
 
     splits: int = 8
     block: int = 64
     warps: int = 4
     stages: int = 2
+    queries: int = 16
 
 
 def rows_bucket(rows: int) -> int:

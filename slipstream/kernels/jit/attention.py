@@ -169,9 +169,9 @@ def paged_attention_kernel(
                   PAGE, SPLITS, TREE, SKIP, LOW, PDL)  # fmt: skip
 
 
-def rows_per_tile(group: int) -> int:
-    """Rows of one slot that share a tile: 16 query rows of the matrix instruction over the heads of a KV head."""
-    return max(1, 16 // triton.next_power_of_2(group))
+def rows_per_tile(group: int, queries: int) -> int:
+    """Rows of one slot that share a tile of `queries` query heads; the matrix instruction takes 16."""
+    return max(1, queries // triton.next_power_of_2(group))
 
 
 def launch_paged_attention(
@@ -182,7 +182,7 @@ def launch_paged_attention(
     kv_heads = k.shape[2]
     group = heads // kv_heads
     c = config
-    tile = rows_per_tile(group)
+    tile = rows_per_tile(group, c.queries)
     step = 1
     while step * 2 <= min(tile, per_slot):
         step *= 2

@@ -139,8 +139,10 @@ def test_rope_behind_a_library_product(heads: int, kv_heads: int, dim: int) -> N
 
 
 @pytest.mark.parametrize(("tree", "first_cell"), [(False, 0), (True, 0), (False, 1)])
-@pytest.mark.parametrize(("splits", "block", "per_slot"), [(1, 16, 1), (3, 4, 3), (8, 4, 8), (8, 4, 1)])
-def test_paged_attention(tree: bool, first_cell: int, splits: int, block: int, per_slot: int) -> None:
+@pytest.mark.parametrize(
+    ("splits", "block", "per_slot", "queries"), [(1, 16, 1, 16), (3, 4, 3, 16), (8, 4, 8, 32), (8, 4, 1, 16)]
+)
+def test_paged_attention(tree: bool, first_cell: int, splits: int, block: int, per_slot: int, queries: int) -> None:
     case = paged_case([9, 20, 1], [5, 1, 2], tree=tree)
     if first_cell:  # the cells before it are never written
         case.k[case.table[1:, 0].long(), 0] = case.v[case.table[1:, 0].long(), 0] = NAN
@@ -149,7 +151,7 @@ def test_paged_attention(tree: bool, first_cell: int, splits: int, block: int, p
     args = (case.table, case.slot, case.pos, case.tree)
     attention.launch_paged_attention(
         q, case.k, case.v, out, *args, work.partial, work.counters, scale=0.25,
-        config=AttentionConfig(splits=splits, block=block), per_slot=per_slot, first_cell=first_cell,
+        config=AttentionConfig(splits=splits, block=block, queries=queries), per_slot=per_slot, first_cell=first_cell,
     )  # fmt: skip
     want = ops_attention.paged_attention(
         q, case.k, case.v, *args, 0.25, work.partial, work.counters, first_cell=first_cell

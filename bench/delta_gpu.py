@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.kernels_gpu import graph_ms, read_tb_s
 from slipstream.kernels.delta import DeltaWeights, delta_rows, delta_tiles
 from slipstream.kernels.jit import delta as jit
-from slipstream.kernels.tuning import DeltaConfig, delta_config
+from slipstream.kernels.tuning import DeltaConfig
 from slipstream.memory.states import DeltaMemory
 from slipstream.models.config import ModelConfig, read_hf_config
 from slipstream.models.delta_net import state_shape
@@ -151,7 +151,7 @@ def main() -> int:
     with torch.inference_mode():
         for slots in (int(n) for n in args.slots.split(",")):
             moved = 2 * layer_bytes * slots
-            floor, chosen = moved / rate / 1e6, delta_config(slots, shape.heads)
+            floor, chosen = moved / rate / 1e6, DeltaConfig()
             for rows in sorted({1, 1 + args.drafts}):
                 c = case(config, slots, rows, args.drafts)
                 want, m = in_float64(c), c.memory

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tlx
 
-from slipstream.kernels.tuning import delta_config
+from slipstream.kernels.tuning import DeltaConfig
 
 TILE = 16
 """Prompt rows of a tile."""
@@ -354,7 +354,7 @@ def launch_delta_rows(
     x, state, recent, saved, saved_in, absorbed, places, conv, decay, dt, committed, slot, rows, row_of, out, *,
     key_heads, key_dim, interval, early, config=None, pdl=False,
 ):  # fmt: skip
-    c = config or delta_config(slot.shape[0], state.shape[1])
+    c = config or DeltaConfig()
     sizes, (heads, parts) = _sizes(x, recent, state, key_heads, key_dim, c.columns)
     grid = (heads * parts, slot.shape[0])
     delta_rows_kernel[grid if c.by_slot else grid[::-1]](

@@ -1,11 +1,12 @@
 """Cuts of paged attention, timed as a decode frame runs it: cold keys, dependent launches.
 
-    python bench/tune_attention.py [--shapes 8b,1b,256] [--frames 1x1,8x1,8x4,32x1,32x4] [--context 400] [--seconds 90]
+    python bench/tune_attention.py [--shapes 8b,1b,256] [--frames 1x1,8x4,8x4r,32x1] [--context 400] [--seconds 90]
 
-A frame is slots x rows of each. Contexts are ragged, from a third of --context to five thirds. For each shape and
-frame: the cut in kernels/tuning.py, and others; each is captured over enough layers that no keys are in the L2 cache,
-and compared with the cut in use. Other processes compile ahead. One JSON line per shape and frame: floor_us is one
-read of its keys and values at 4.2 TB/s.
+A frame is slots x rows of each; r: ragged, as n-gram drafts leave it, some slots with all of their rows, some with half
+of them, some with one, and padding behind. Contexts are ragged, from a third of --context to five thirds. For each
+shape and frame: the cut in kernels/tuning.py, and others; each is captured over enough layers that no keys are in the
+L2 cache, and compared with the cut in use. Other processes compile ahead. One JSON line per shape and frame: floor_us
+is one read of its keys and values at 4.2 TB/s.
 """
 
 from __future__ import annotations
@@ -40,6 +41,19 @@ class Frame:
     slots: int
     rows: int
     context: int
+    ragged: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.slots}x{self.rows}" + "r" * self.ragged
+
+    def slot_R(self) -> Tensor:
+        """Slot of each row, on the CPU."""
+        all_R = torch.arange(self.slots * self.rows) // self.rows + 1
+        if not self.ragged:
+            return all_R
+        most = torch.tensor([self.rows, 1, -(-self.rows // 2)])[torch.arange(self.slots) % 3]
+        packed = torch.arange(1, self.slots + 1).repeat_interleave(most)
+        return torch.nn.functional.pad(packed, (0, len(all_R) - len(packed)))
 
     def configs(self) -> list[AttentionConfig]:
         """The cut in use first."""
@@ -65,8 +79,9 @@ class Bench:
         pages = frame.slots * width + 1
         self.table = torch.zeros(frame.slots + 1, width, dtype=torch.int64)
         self.table[1:] = (torch.randperm(pages - 1, generator=random) + 1).view(frame.slots, width)
-        self.slot = torch.arange(rows) // frame.rows + 1
-        self.pos = length_S[self.slot - 1] + torch.arange(rows) % frame.rows
+        self.slot = frame.slot_R()
+        first_R = (self.slot[:, None] == self.slot).int().argmax(1)  # of the same slot
+        self.pos = length_S[self.slot - 1] + torch.arange(rows) - first_R
         self.table, self.slot, self.pos = self.table.cuda(), self.slot.cuda(), self.pos.cuda()
         self.bytes = int(length_S.sum()) * kv_heads * dim * 4
         layers = max(4, -(-COLD_BYTES // self.bytes)) if rows > 1 else 64
@@ -138,7 +153,7 @@ def measure(frame: Frame, configs: list[AttentionConfig]) -> dict[str, Any]:
         for c, t in ranked
     ]
     return {
-        "shape": frame.shape, "frame": f"{frame.slots}x{frame.rows}", "context": frame.context,
+        "shape": frame.shape, "frame": str(frame), "context": frame.context,
         "floor_us": round(bench.bytes / 4.2e6, 1), "used_us": round(times.get(used, float("nan")), 1),
         "best": show[:8], "tried": len(times),
         "per_splits": {c.splits: s for (c, _), s in zip(reversed(ranked), reversed(show), strict=True)},
@@ -148,7 +163,7 @@ def measure(frame: Frame, configs: list[AttentionConfig]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="8b,1b,256")
-    parser.add_argument("--frames", default="1x1,8x1,8x4,32x1,32x4")
+    parser.add_argument("--frames", default="1x1,8x1,8x4,8x4r,32x1,32x4")
     parser.add_argument("--context", type=int, default=400)
     parser.add_argument("--seconds", type=float, default=90)
     parser.add_argument("--jobs", type=int, default=14)
@@ -157,8 +172,11 @@ def main() -> int:
         print("tune_attention needs a CUDA device", file=sys.stderr)
         return 2
     until = time.monotonic() + args.seconds
-    sizes = [tuple(int(n) for n in f.split("x")) for f in args.frames.split(",")]
-    frames = [Frame(shape=s, slots=a, rows=b, context=args.context) for s in args.shapes.split(",") for a, b in sizes]
+    sizes = [(*map(int, f.rstrip("r").split("x")), f.endswith("r")) for f in args.frames.split(",")]
+    frames = [
+        Frame(shape=s, slots=a, rows=b, context=args.context, ragged=r)
+        for s in args.shapes.split(",") for a, b, r in sizes
+    ]  # fmt: skip
     with ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         jobs = {f: [pool.submit(compile_all, f, f.configs()[i::6]) for i in range(6)] for f in frames}
         for frame in frames:

@@ -115,7 +115,24 @@ def candidates(product: Product, rows: int) -> list[GemmConfig]:
                 hold = splits_k and bucket <= 64
                 found.append(GemmConfig(bn=bn, bk=bk, split=split, warps=warps, stages=stages, hold=hold,
                                         tma=product.epilogue is Epilogue.HEAD))  # fmt: skip
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(found + narrow(product, bucket)))
+
+
+def narrow(product: Product, bucket: int) -> list[GemmConfig]:
+    """Tiles of 32 weight rows, three or four programs per multiprocessor: their waves are fuller where wider tiles
+    leave a part of the multiprocessors with one program less."""
+    tiles, found = product.n // product.planes // 32, []
+    if product.epilogue is Epilogue.HEAD or bucket > 64 or tiles * 32 * product.planes != product.n:
+        return found
+    for bk in (64, 128):
+        for resident in (3, 4):
+            stages = min(6, SHARED_BYTES // resident // ((32 * product.planes + bucket) * bk * 2))
+            split = max(1, resident * MULTIPROCESSORS // tiles)
+            if stages < 3 or product.k // bk < 2 * split:
+                continue
+            found += [GemmConfig(bn=32, bk=bk, split=split, warps=warps, stages=stages, hold=hold)
+                      for warps in (2, 4) for hold in (False, True)]  # fmt: skip
+    return found
 
 
 class Bench:

@@ -93,30 +93,36 @@ _MEASURED: dict[tuple[Epilogue, int, int], dict[int, GemmConfig]] = {
     (Epilogue.ROPE, 6144, 4096): {
         16: GemmConfig(bk=64, split=8, stages=3, hold=True),
         32: GemmConfig(bk=64, split=2, stages=5, hold=True),
-        64: GemmConfig(bk=64, split=2, stages=6, hold=True),
+        64: GemmConfig(bk=64, split=2, stages=6),
         128: GemmConfig(bk=64, split=4, warps=8),
     },
     (Epilogue.RESIDUAL, 4096, 4096): {
         16: GemmConfig(split=4, stages=3, hold=True),
-        64: GemmConfig(split=2, stages=6, hold=True),
+        64: GemmConfig(split=2, stages=6),
         128: GemmConfig(split=4, stages=3),
     },
     (Epilogue.RESIDUAL, 4096, 14336): {
         16: GemmConfig(split=4, stages=4, hold=True),
-        32: GemmConfig(split=2, stages=6, hold=True),
+        32: GemmConfig(split=2, stages=6),
         128: GemmConfig(bn=128, bk=64, split=4, warps=8),
     },
     (Epilogue.RESIDUAL, 4096, 12288): {
         16: GemmConfig(split=4, stages=4, hold=True),
         32: GemmConfig(split=4, stages=3, hold=True),
-        64: GemmConfig(split=2, stages=6, hold=True),
+        64: GemmConfig(split=2, stages=6),
         128: GemmConfig(bn=128, bk=64, split=4, warps=8),
     },
     (Epilogue.SILU, 14336, 4096): {16: GemmConfig(), 128: GemmConfig(bn=128, bk=64, warps=8)},
+    (Epilogue.SILU, 12288, 4096): {
+        16: GemmConfig(),
+        32: GemmConfig(bn=32, stages=3, hold=True),
+        64: GemmConfig(tma=True),
+        128: GemmConfig(bk=64, warps=8),
+    },
     (Epilogue.ROPE, 6144, 8192): {
         16: GemmConfig(bk=64, split=8, stages=3, hold=True),
         32: GemmConfig(bk=64, split=2, stages=5, hold=True),
-        64: GemmConfig(bk=64, split=2, stages=6, hold=True),
+        64: GemmConfig(bk=64, split=2, stages=6),
         128: GemmConfig(bk=64, split=4, warps=8),
     },
     (Epilogue.STORE, 4096, 12288): {

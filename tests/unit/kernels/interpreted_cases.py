@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from slipstream.kernels import attention as ops_attention
 from slipstream.kernels import block as ops_block
@@ -159,6 +161,36 @@ def test_paged_attention(tree: bool, first_cell: int, splits: int, block: int, p
     assert relative_error(out, want) < 1e-5 and not out.isnan().any()
     assert (out[case.slot == 0] == 0).all()
     assert not work.counters.any()
+
+
+@triton.jit
+def opens_kernel(slot_ptr, out_ptr, ROWS: tl.constexpr):
+    first = tl.program_id(0)
+    tl.store(out_ptr + first, attention._opens(slot_ptr, first, tl.load(slot_ptr + first), ROWS).to(tl.int32))
+
+
+@pytest.mark.parametrize("tile", [1, 2, 4])
+def test_tiles_open_from_a_slots_first_row(tile: int) -> None:
+    """Wherever that stands, so that rows that fit into a tile never share two."""
+    counts = [(3, 1), (1, 4), (7, 2), (2, 37), (4, 16), (5, 17), (0, 5)]
+    slot_R = torch.cat([torch.full((n,), slot) for slot, n in counts])
+    want = torch.cat([torch.arange(n) % tile == 0 for _, n in counts])
+    got = torch.full_like(slot_R, -1, dtype=torch.int32)
+    opens_kernel[(len(slot_R),)](slot_R, got, tile)
+    assert got.tolist() == want.int().tolist()
+
+
+def test_paged_attention_of_more_rows_than_are_looked_back_at_once() -> None:
+    case = paged_case([9, 50, 1], [3, 37, 2])
+    work = workspace()
+    q, out = torch.randn(case.slot.shape[0], 6, 16), poison(case.slot.shape[0], 6, 16)
+    args = (case.table, case.slot, case.pos, case.tree)
+    attention.launch_paged_attention(
+        q, case.k, case.v, out, *args, work.partial, work.counters, scale=0.25,
+        config=AttentionConfig(splits=1, block=16), per_slot=37,
+    )  # fmt: skip
+    want = ops_attention.paged_attention(q, case.k, case.v, *args, 0.25, work.partial, work.counters)
+    assert relative_error(out, want) < 1e-5 and not out.isnan().any()
 
 
 @pytest.mark.parametrize(

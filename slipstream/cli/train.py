@@ -13,6 +13,7 @@ from slipstream.cli.options import Parser
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
+    from slipstream.models.config import ModelConfig
     from slipstream.train.corpus import Corpus
     from slipstream.train.layers import DraftHead
     from slipstream.train.loop import TrainOptions
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 KINDS = ("eagle3", "dspark", "corpus")
 _LEAST = {
     "conversations": 1, "max_len": 32, "slots": 1, "held_out": 1, "draft_vocab": 1, "unroll": 1, "block_size": 1,
-    "layers": 1, "intermediate_size": 1, "markov_rank": 1, "anchors": 1, "mask_token_id": 0,
+    "layers": 1, "intermediate_size": 1, "markov_rank": 1, "anchors": 1, "mask_token_id": 0, "heads": 1, "kv_heads": 1,
 }  # fmt: skip
 """Smallest values of the options."""
 
@@ -91,6 +92,11 @@ def parser(kind: str) -> Parser:
     else:
         shape.add_argument("--block-size", type=int, default=7, metavar="N", help="drafts per round")
         shape.add_argument("--layers", type=int, default=2, metavar="N")
+        shape.add_argument("--heads", type=int, metavar="N", help="of its attention (default: the target's)")
+        shape.add_argument(
+            "--kv-heads", type=int, metavar="N", help="heads of keys and values: what a slot reads of the target's "
+            "features (default: the target's)",
+        )  # fmt: skip
         shape.add_argument("--markov-rank", type=int, default=32, metavar="N")
         shape.add_argument("--anchors", type=int, default=64, metavar="N", help="blocks per sequence and step")
         shape.add_argument("--mask-token-id", type=int, metavar="ID", help="an id that text never has")
@@ -124,13 +130,17 @@ def _train(kind: str, args: Any, device: str, out: Path, ranks: Ranks) -> int:
         steps=args.steps, batch=args.batch, lr=args.lr, seed=args.seed, checkpoint_every=args.checkpoint_every,
         time_limit=args.time_limit,
     )  # fmt: skip
+    target = _config(args.model)
+    if kind == "dspark":
+        from slipstream.train.dspark import draft_config
+
+        draft_config(target, args.heads, args.kv_heads)  # before the text is made
     corpus = _corpus(args, out, device)
     kept, held_out = corpus.split(args.held_out)
     if ranks.rank == 0:
         print(f"corpus: {len(corpus)} conversations, {corpus.answer_tokens} answer tokens", file=sys.stderr)
     dtype = "bfloat16" if device == "cuda" else "float32"
-    layers = _layers(args.model)
-    teacher = Teacher.load(args.model, taps=_taps(kind, args.taps, layers), device=device, dtype=dtype)
+    teacher = Teacher.load(args.model, taps=_taps(kind, args.taps, target.num_layers), device=device, dtype=dtype)
     vocab, highest = teacher.model_config.vocab_size, int(corpus.token_NT.max())
     if highest >= vocab or int(corpus.token_NT.min()) < 0:
         raise ConfigError(f"the corpus is of another model: it has the token id {highest}, the model has {vocab} ids")
@@ -176,8 +186,8 @@ def _make_corpus(args: Any) -> int:
     return 0
 
 
-def _layers(model: str | None) -> int:
-    """Layers of the target, read without loading its weights."""
+def _config(model: str | None) -> ModelConfig:
+    """The target's, read without loading its weights."""
     from slipstream.models.config import parse_hf_config, read_hf_config, read_json
     from slipstream.models.gguf import GGUFFile
     from slipstream.models.gguf_model import read_gguf_config
@@ -185,8 +195,8 @@ def _layers(model: str | None) -> int:
 
     path = resolve_source(model)
     if path.suffix == ".gguf":
-        return read_gguf_config(GGUFFile(path)).num_layers
-    return (read_hf_config(path) if path.is_dir() else parse_hf_config(read_json(path))).num_layers
+        return read_gguf_config(GGUFFile(path))
+    return read_hf_config(path) if path.is_dir() else parse_hf_config(read_json(path))
 
 
 def _taps(kind: str, given: str | None, layers: int) -> tuple[int, ...]:
@@ -248,7 +258,7 @@ def _head(kind: str, args: Any, teacher: Teacher, corpus: Corpus) -> DraftHead:
     mask = args.mask_token_id if args.mask_token_id is not None else _unused_id(teacher, corpus)
     return DSparkHead(
         teacher, mask_token_id=mask, block=args.block_size, layers=args.layers, rank=args.markov_rank,
-        inner=args.intermediate_size, anchors=args.anchors, seed=args.seed,
+        inner=args.intermediate_size, heads=args.heads, kv_heads=args.kv_heads, anchors=args.anchors, seed=args.seed,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from slipstream.errors import ConfigError
 from slipstream.models.config import ModelConfig
 from slipstream.train.layers import MLP, DraftHead, Norm, Projections
 from slipstream.train.teacher import Features, Teacher
@@ -21,6 +23,23 @@ _FADE = 4.0  # positions: the weight of slot k is exp(-k / _FADE)
 def default_taps(num_layers: int) -> tuple[int, ...]:
     """Hidden states spread over the layers: hs[v + 1] of round(1 + i (L - 4) / 2), i = 0..2."""
     return tuple(round(1 + i * (num_layers - 4) / 2) + 1 for i in range(3))
+
+
+def draft_config(target: ModelConfig, heads: int | None = None, kv_heads: int | None = None) -> ModelConfig:
+    """The target's config with the draft's head counts; None: the target's, at most as many key heads as heads.
+
+    A slot meets the target's features through attention values only, kv_heads * head_dim numbers a layer, so a draft
+    of a target with few key heads wants more of its own. Raises ConfigError where kv_heads does not divide heads.
+    """
+    heads = target.num_heads if heads is None else heads
+    if kv_heads is None:
+        kv_heads = min(target.num_kv_heads, heads)
+    for name, value in (("heads", heads), ("kv-heads", kv_heads)):
+        if value < 1:
+            raise ConfigError(f"--{name} {value} must be at least 1")
+    if heads % kv_heads:
+        raise ConfigError(f"--kv-heads {kv_heads} must divide the draft's heads, {heads} (--heads)")
+    return replace(target, num_heads=heads, num_kv_heads=kv_heads)
 
 
 class _Layer(nn.Module):
@@ -52,7 +71,10 @@ class _Confidence(nn.Module):
 
 class DSparkHead(DraftHead):
     """A parallel backbone over [anchor, mask, ...] with the target's features in its keys and values, a vanilla
-    Markov head and a confidence head. Slot k of a block at anchor a predicts token a + k + 1."""
+    Markov head and a confidence head. Slot k of a block at anchor a predicts token a + k + 1.
+
+    heads, kv_heads: of its attention, see `draft_config`. anchors: blocks per sequence and step.
+    """
 
     kind = "dspark"
 
@@ -65,11 +87,13 @@ class DSparkHead(DraftHead):
         layers: int = 2,
         rank: int = 32,
         inner: int | None = None,
+        heads: int | None = None,
+        kv_heads: int | None = None,
         anchors: int = 64,
         seed: int = 0,
     ) -> None:
         super().__init__(seed)
-        c = teacher.model_config
+        c = draft_config(teacher.model_config, heads, kv_heads)
         self.config, self.taps = c, teacher.taps
         self.block, self.anchors, self.mask_token_id, self.rank = block, anchors, mask_token_id, rank
         self.inner = inner or c.intermediate_size

@@ -121,6 +121,8 @@ def test_train_command_says_what_is_wrong(target: Path, tmp_path: Path, capsys: 
         ([*common, str(file)], "--out"),
         ([*common, str(out), "--block-size", "0"], "--block-size 0"),
         ([*common, str(out), "--markov-rank", "0"], "--markov-rank 0"),
+        ([*common, str(out), "--kv-heads", "0"], "--kv-heads 0 must be at least 1"),
+        ([*common, str(out), "--heads", "6", "--kv-heads", "4"], "--kv-heads 4 must divide the draft's heads, 6"),
         ([*common, str(out), "--held-out", "0"], "--held-out 0"),
         ([*common, str(out), "--corpus", str(file)], "not a readable safetensors file"),
     ]

@@ -27,6 +27,7 @@ from tests.support.tiny import tiny_config
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"architectures": ["DFlashDraftModel"]},
     "no markov": {"architectures": ["Qwen3DSparkModel"]},
+    "a key head per head": {"architectures": ["Qwen3DSparkModel"], "num_key_value_heads": 4},
     **{
         head: {"architectures": ["Qwen3DSparkModel"], "markov_rank": 24, "markov_head_type": head,
                "enable_confidence_head": True}
@@ -64,8 +65,9 @@ class BlockCase:
         shapes = block_shapes(block, hidden)
         if bias:
             for i in range(2):
-                for x, rows in (("q", 128), ("k", 64), ("v", 64)):
-                    shapes[f"layers.{i}.self_attn.{x}_proj.bias"] = (rows,)
+                for x in "qkv":
+                    name = f"layers.{i}.self_attn.{x}_proj"
+                    shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
         source = DummyTensors(shapes, seed=1, device=self.device)
         self.model = BlockModel(block, WeightBuilder(source, device=self.device, dtype=dtype), host)
         for norm in [x for b in self.model.layers for x in (b.q_norm, b.k_norm, b.input_norm, b.post_norm)]:

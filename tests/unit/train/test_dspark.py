@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import ConfigError
+from slipstream.train.calibrate import held_out_blocks
 from slipstream.train.corpus import Corpus
 from slipstream.train.dspark import DSparkHead, draft_config
 from slipstream.train.loop import TrainOptions, evaluate, export, train
-from slipstream.train.teacher import Teacher
-from tests.support.tiny import tiny_config
+from slipstream.train.teacher import Features, Teacher
+from tests.support.tiny import tiny_config, write_tiny_checkpoint
 
 
 def test_head_counts_of_a_draft() -> None:
@@ -54,3 +56,35 @@ def test_a_draft_with_more_heads_than_its_target(golden_dir: Path, tmp_path: Pat
     reached = sum(o.spec.emitted for o in outs) / sum(o.spec.rounds for o in outs)
     promised = 1 + float(torch.tensor(agreed).cumprod(0).sum())
     assert promised > 1.5 and abs(reached - promised) < 0.25 * promised, (reached, promised, agreed)
+
+
+class Periodic(Teacher):
+    """A target that is sure of the token that follows in the text; the taps are its own."""
+
+    def features(self, token_BT: Tensor) -> Features:
+        likely_BTH = self.head_VH[token_BT.roll(-1, 1)]
+        return Features(tap_BTF=super().features(token_BT).tap_BTF, hidden_BTH=50 * likely_BTH)
+
+
+def test_text_that_can_be_known_is_learned_at_every_slot(tmp_path: Path) -> None:
+    """Cycles of the same six tokens in four orders: which order it is stands in the context alone. Slot k predicts
+    anchor + k + 1 from what lies before the anchor; were it told another place, the later slots could not know."""
+    folder = write_tiny_checkpoint(tmp_path / "t", num_hidden_layers=4, vocab_size=40, hidden_size=48, spread=3.0)
+    teacher = Periodic.load(str(folder), taps=(1, 2, 3), device="cpu", dtype="float32")
+    cycles = [torch.tensor(c) for c in ([3, 4, 5, 6, 7, 8], [3, 6, 4, 8, 5, 7], [8, 7, 6, 5, 4, 3], [7, 3, 5, 4, 8, 6])]
+    texts = [cycles[i % 4].repeat(4).roll(i // 4)[:24].tolist() for i in range(96)]
+    corpus = Corpus.pack([(text[:4], text[4:]) for text in texts], 24)
+    torch.manual_seed(1)
+    head = DSparkHead(teacher, mask_token_id=0, block=7, layers=2, rank=8, kv_heads=4, anchors=16)
+    train(head, teacher, corpus, TrainOptions(steps=90, batch=24, lr=8e-3))
+    assert min(evaluate(head, teacher, corpus)) > 0.97
+    _, accepted = held_out_blocks(head, teacher, corpus.take(torch.arange(24)))
+    assert accepted.double().mean() > 6.5, "on its own drafts as well"
+
+    class Elsewhere(Periodic):
+        def features(self, token_BT: Tensor) -> Features:
+            true = super().features(token_BT)
+            return Features(tap_BTF=true.tap_BTF.roll(1, 0), hidden_BTH=true.hidden_BTH)
+
+    other = Elsewhere.load(str(folder), taps=(1, 2, 3), device="cpu", dtype="float32")
+    assert max(evaluate(head, other, corpus)[1:]) < 0.8, "the control: another sequence's features"

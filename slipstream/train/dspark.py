@@ -13,10 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import ConfigError
 from slipstream.models.config import ModelConfig
+from slipstream.train.block_loss import block_terms, draft_logits, teacher_laws
 from slipstream.train.layers import MLP, DraftHead, Norm, Projections
 from slipstream.train.teacher import Features, Teacher
 
-_ROWS = 8_192  # of full-vocabulary logits at a time
+_ROWS = 16_384  # of full-vocabulary logits at a time; of several parts each is computed again in backward
+_HOST_ROWS = 2_048  # the same where the laws are written down, in float32
 _FADE = 4.0  # positions: the weight of slot k is exp(-k / _FADE)
 
 
@@ -131,21 +133,21 @@ class DSparkHead(DraftHead):
         # A slot counts only if every earlier one of its block is supervised.
         valid_BAK = (answer_BT[rows, next_BAK] & inside).cumprod(-1).bool()
         weight_BAK = valid_BAK * torch.exp(-k / _FADE)
-        args = (
-            hidden_BAKH.flatten(0, 2), features.hidden_BTH[rows, at_BAK].flatten(0, 2),
-            token_BT[rows, at_BAK].flatten(), token_BT[rows, next_BAK].flatten(), weight_BAK.flatten(),
-        )  # fmt: skip
-        sums: list[Tensor] = []
-        hit_parts = []
-        for start in range(0, args[0].shape[0], _ROWS):
-            part = [a[start : start + _ROWS] for a in args]
-            one: tuple[Tensor, Tensor] = checkpoint(
-                self._chunk_loss, *part, use_reentrant=False, preserve_rng_state=False
-            )
-            sums.append(one[0])
-            hit_parts.append(one[1])
-        total = torch.stack(sums).sum() / weight_BAK.sum().clamp(min=1e-6)
-        hits = torch.cat(hit_parts).view_as(valid_BAK) & valid_BAK
+        args = (hidden_BAKH, features.hidden_BTH, token_BT[rows, at_BAK], token_BT[rows, next_BAK], at_BAK)
+        most = _ROWS if token_BT.is_cuda else _HOST_ROWS
+        size = max(1, most // (anchor_BA.shape[1] * self.block))  # sequences
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for part in zip(*(x.split(size) for x in args), strict=True):
+            if size >= len(token_BT):
+                parts.append(self._part_loss(*part))
+            else:
+                parts.append(checkpoint(self._part_loss, *part, use_reentrant=False, preserve_rng_state=False))
+        draft_R, distance_R, hit_R = (torch.cat(x) for x in zip(*parts, strict=True))
+        kept_R = (1 - distance_R / 2).clamp(0, 1)
+        z_R = self.confidence(hidden_BAKH.flatten(0, 2), args[2].flatten())
+        sure_R = F.binary_cross_entropy_with_logits(z_R, kept_R, reduction="none")
+        total = ((draft_R + sure_R) * weight_BAK.flatten()).sum() / weight_BAK.sum().clamp(min=1e-6)
+        hits = hit_R.view_as(valid_BAK) & valid_BAK
         acceptance_K = hits.sum((0, 1)) / valid_BAK.sum((0, 1)).clamp(min=1)
         return total, {"acceptance": acceptance_K.detach()}
 
@@ -190,35 +192,31 @@ class DSparkHead(DraftHead):
         return hidden
 
     def logits(self, hidden_RH: Tensor, before_R: Tensor) -> Tensor:
-        """Corrected logits [R, V] float32, given the token before each row."""
-        head, markov = self.head_VH, self.markov_head
-        base_RV: Tensor = (hidden_RH @ head.T.to(hidden_RH.dtype)).float()
-        bias_RV: Tensor = markov.markov_w2(markov.markov_w1(before_R)).float()
-        return base_RV + bias_RV
+        """Corrected logits [R, V] in hidden's dtype, given the token before each row."""
+        markov = self.markov_head
+        return draft_logits(hidden_RH, markov.markov_w1(before_R), self.head_VH, markov.markov_w2.weight)
 
     def confidence(self, hidden_RH: Tensor, before_R: Tensor) -> Tensor:
-        """Confidence logits [R] float32."""
+        """Confidence logits [R], at least float32."""
         seen = torch.cat((hidden_RH, self.markov_head.markov_w1(before_R).to(hidden_RH.dtype)), -1)
-        z: Tensor = self.confidence_head.proj(seen).squeeze(-1).float()
-        return z
+        z: Tensor = self.confidence_head.proj(seen).squeeze(-1)
+        return z.to(torch.promote_types(z.dtype, torch.float32))
 
-    def _chunk_loss(
-        self, hidden_RH: Tensor, teacher_RH: Tensor, before_R: Tensor, target_R: Tensor, weight_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _part_loss(
+        self, hidden_BAKH: Tensor, final_BTH: Tensor, before_BAK: Tensor, target_BAK: Tensor, at_BAK: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss of the draft, L1 distance and agreement, [B A K] each. final_BTH: what the target's head reads."""
+        length = final_BTH.shape[1]
+        row_R = (at_BAK + length * torch.arange(len(final_BTH), device=at_BAK.device)[:, None, None]).flatten()
+        final_NH = final_BTH.flatten(0, 1)
+        if len(row_R) < len(final_NH):  # the teacher's table has a row per position, or per slot where that is less
+            final_NH, row_R = final_NH[row_R], torch.arange(len(row_R), device=row_R.device)
         with torch.no_grad():
-            teacher_RV = (teacher_RH @ self.head_VH.T).float()
-            best_R, p_RV = teacher_RV.argmax(-1), teacher_RV.softmax(-1)
-        logits_RV = self.logits(hidden_RH, before_R)
-        log_q_RV = logits_RV.log_softmax(-1)
-        distance_R = (log_q_RV.exp() - p_RV).abs().sum(-1)
-        if self.overlap:
-            hard_R = -log_q_RV.gather(1, target_R[:, None]).squeeze(1)
-            draft_R = 0.1 * hard_R + 0.9 * distance_R
-        else:
-            draft_R = -(p_RV * log_q_RV).sum(-1)
-        kept_R = (1 - distance_R.detach() / 2).clamp(0, 1)
-        sure_R = F.binary_cross_entropy_with_logits(self.confidence(hidden_RH, before_R), kept_R, reduction="none")
-        return ((draft_R + sure_R) * weight_R).sum(), logits_RV.detach().argmax(-1) == best_R
+            teacher = teacher_laws(final_NH @ self.head_VH.T)
+        logits_RV = self.logits(hidden_BAKH.flatten(0, 2), before_BAK.flatten())
+        terms = block_terms(logits_RV, teacher, row_R, target_BAK.flatten())
+        draft_R = 0.1 * terms.hard_R + 0.9 * terms.distance_R if self.overlap else terms.soft_R
+        return draft_R, terms.distance_R.detach(), terms.best_R == teacher.best_N[row_R]
 
     def export(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Tensors and config.json of the released format. Embedding and head are the target's and are left out."""
@@ -256,4 +254,5 @@ class DSparkHead(DraftHead):
 
 def _repeat(x_BLKD: Tensor, q_BLND: Tensor) -> Tensor:
     """Key or value heads repeated to the number of query heads, [B, N, L, D]."""
-    return x_BLKD.repeat_interleave(q_BLND.shape[2] // x_BLKD.shape[2], 2).transpose(1, 2)
+    groups = q_BLND.shape[2] // x_BLKD.shape[2]
+    return (x_BLKD if groups == 1 else x_BLKD.repeat_interleave(groups, 2)).transpose(1, 2)

@@ -20,6 +20,7 @@ from triton.compiler import ASTSource
 
 from slipstream.kernels.jit import adjust, delta, frame, grammar, logprobs, sample, schedule
 from slipstream.kernels.tuning import DeltaConfig
+from slipstream.train import jit_block
 
 INT, REAL, DOUBLE, SHORT, N = "*i64", "*fp32", "*fp64", "*i32", "i32"
 PENALTIES = {"repetition_ptr": DOUBLE, "presence_ptr": DOUBLE, "frequency_ptr": DOUBLE}
@@ -65,6 +66,13 @@ RACE = {
         INT,
     ), "temperature_ptr": DOUBLE, "where_ptr": SHORT, "R": N, "V": N, "tiles": N, "PW": N,
 }  # fmt: skip
+BLOCK_ROWS = {
+    **dict.fromkeys(("logits_ptr", "teacher_ptr", "out_ptr"), "*bf16"),
+    **dict.fromkeys(("row_ptr", "target_ptr", "best_ptr"), INT),
+    **dict.fromkeys(
+        ("teacher_log_ptr", "log_ptr", "lean_ptr", "hard_ptr", "soft_ptr", "distance_ptr"), REAL
+    ), "V": N,
+}  # fmt: skip
 WIDE = {"NP": 512, "BLOCK": adjust.TILE}
 ONE = {"M": 1, "tiles": 1, "first": 1, "TB": 1, "KP": logprobs.LISTED}
 CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = {
@@ -94,6 +102,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = {
     ),
     "argmax": (sample.argmax_finish_kernel, FINISH, {"TB": 32, "PDL": False}, {}),
     "argmax, none is one": (sample.argmax_finish_kernel, FINISH, {"none": 1, "TB": 32, "PDL": False}, {}),
+    **{
+        f"a block's rows, {name}": (kernel, BLOCK_ROWS, {"BLOCK": jit_block.BLOCK}, {"num_warps": warps})
+        for name, kernel, warps in (
+            ("teacher", jit_block.teacher_kernel, 8), ("forward", jit_block.terms_kernel, 8),
+            ("backward", jit_block.gradient_kernel, 4),
+        )
+    },
     "race": (sample.race_finish_kernel, RACE, {"TB": 32}, {"num_warps": 1}),
 }  # fmt: skip
 """Kernel, types of its arguments, those that are known when it is compiled (an int of 1 always is), options."""

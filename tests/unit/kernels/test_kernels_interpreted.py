@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve()
         ("sample_interpreted_cases.py", 13),
         ("adjust_interpreted_cases.py", 8),
         ("delta_interpreted_cases.py", 14),
-        ("train_interpreted_cases.py", 4),
+        ("train_interpreted_cases.py", 6),
     ],
 )
 def test_kernels_in_the_interpreter(cases: str, least: int) -> None:

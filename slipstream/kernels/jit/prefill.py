@@ -39,16 +39,18 @@ def _stream(
         else:
             k = tl.load(k_ptr + kv[None, :] + d[:, None])
             v = tl.load(v_ptr + kv[:, None] + d[None, :])
-        s = tl.dot(q, k, input_precision="ieee") * factor
+        s = tl.dot(q, k, input_precision="ieee")
         if EDGE:
             see = (t[None, :] <= pos[:, None]) & (t[None, :] >= SKIP)
             if WINDOW > 0:
                 see = see & (t[None, :] > pos[:, None] - WINDOW)
             s = tl.where(see, s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, axis=1))
+        new = tl.maximum(top, tl.max(s, axis=1) * factor)
         # Idle lanes of the tile have seen nothing: their maximum is still -inf.
         safe = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s - safe[:, None])
+        # Said, not left to the compiler: it would fuse where nothing is masked and not at an edge, and which of a row's
+        # blocks are an edge's depends on its tile.
+        p = tl.exp2(tl.fma(s, tl.full(s.shape, factor, tl.float32), tl.broadcast_to(-safe[:, None], s.shape)))
         keep = tl.exp2(top - safe)
         total = total * keep + tl.sum(p, axis=1)
         acc = acc * keep[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")

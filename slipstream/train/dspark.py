@@ -17,8 +17,8 @@ from slipstream.train.block_loss import block_terms, draft_logits, teacher_laws
 from slipstream.train.layers import MLP, DraftHead, Norm, Projections
 from slipstream.train.teacher import Features, Teacher
 
-_ROWS = 16_384  # of full-vocabulary logits at a time; of several parts each is computed again in backward
-_HOST_ROWS = 2_048  # the same where the laws are written down, in float32
+_TABLE = 3 << 29  # entries of a table of logits; where slots need several, each is computed again in backward
+_HOST_TABLE = 1 << 27  # the same where laws are written down beside it, in float32
 _FADE = 4.0  # positions: the weight of slot k is exp(-k / _FADE)
 
 
@@ -134,8 +134,8 @@ class DSparkHead(DraftHead):
         valid_BAK = (answer_BT[rows, next_BAK] & inside).cumprod(-1).bool()
         weight_BAK = valid_BAK * torch.exp(-k / _FADE)
         args = (hidden_BAKH, features.hidden_BTH, token_BT[rows, at_BAK], token_BT[rows, next_BAK], at_BAK)
-        most = _ROWS if token_BT.is_cuda else _HOST_ROWS
-        size = max(1, most // (anchor_BA.shape[1] * self.block))  # sequences
+        most = _TABLE if token_BT.is_cuda else _HOST_TABLE
+        size = max(1, most // (anchor_BA.shape[1] * self.block * self.head_VH.shape[0]))  # sequences
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         for part in zip(*(x.split(size) for x in args), strict=True):
             if size >= len(token_BT):

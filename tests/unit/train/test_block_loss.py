@@ -47,13 +47,13 @@ def plain_loss(head: DSparkHead, token_BT: Tensor, answer_BT: Tensor, anchor_BA:
 
 
 @pytest.mark.parametrize(
-    ("seed", "overlap", "anchors", "rows"), [(0, True, 3, 2_048), (1, False, 7, 2_048), (2, True, 7, 20)]
+    ("seed", "overlap", "anchors", "entries"), [(0, True, 3, 10**6), (1, False, 7, 10**6), (2, True, 7, 1)]
 )
 def test_the_loss_is_its_formula(
-    seed: int, overlap: bool, anchors: int, rows: int, teacher: Teacher, monkeypatch: pytest.MonkeyPatch
+    seed: int, overlap: bool, anchors: int, entries: int, teacher: Teacher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and the gradients of every parameter; fewer and more slots than positions, one part and several."""
-    monkeypatch.setattr(dspark, "_HOST_ROWS", rows)
+    monkeypatch.setattr(dspark, "_HOST_TABLE", entries)
     torch.manual_seed(seed)
     head = DSparkHead(teacher, mask_token_id=0, block=4, layers=1, rank=8, anchors=anchors, seed=seed).double()
     head.overlap = overlap

@@ -110,6 +110,23 @@ class DSparkHead(DraftHead):
             self.fc.weight.mul_(0.1)
             self.fc.weight[:, -c.hidden_size :] += torch.eye(c.hidden_size)
             self.norm.weight.copy_(teacher.final_norm_H)
+            self._pass_through()
+
+    def _pass_through(self) -> None:
+        """Values begin as the features themselves and come out of the attention as they are, so that a slot has the
+        target's features, in its basis, from the first step. Values of few heads take another part in each layer."""
+        hidden, count = self.config.hidden_size, len(self.layers)
+        for n, layer in enumerate(self.layers):
+            assert isinstance(layer, _Layer)
+            attn = layer.self_attn
+            value = torch.arange(min(attn.kv_heads * attn.dim, hidden))
+            feature, groups = (value + n * len(value)) % hidden, attn.heads // attn.kv_heads
+            attn.v_proj.weight.mul_(0.1)
+            attn.v_proj.weight[value, feature] += 1.0
+            attn.o_proj.weight.mul_(0.1)
+            for g in range(groups):
+                place = (value // attn.dim * groups + g) * attn.dim + value % attn.dim
+                attn.o_proj.weight[feature, place] += min(1.0, hidden / (count * len(value))) / groups
 
     def loss(self, token_BT: Tensor, answer_BT: Tensor, features: Features) -> tuple[Tensor, dict[str, Any]]:
         """0.1 cross entropy + 0.9 L1 + confidence BCE over random anchors; before `overlap`, soft CE + BCE.

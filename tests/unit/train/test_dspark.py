@@ -88,3 +88,20 @@ def test_text_that_can_be_known_is_learned_at_every_slot(tmp_path: Path) -> None
 
     other = Elsewhere.load(str(folder), taps=(1, 2, 3), device="cpu", dtype="float32")
     assert max(evaluate(head, other, corpus)[1:]) < 0.8, "the control: another sequence's features"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "layers"), [(6, 6, 2), (6, 3, 2), (6, 2, 3), (8, 8, 1)])
+def test_features_pass_through_a_new_draft(heads: int, kv_heads: int, layers: int, tmp_path: Path) -> None:
+    """What all layers' values and outputs make of one context row together is the row itself, but for a little."""
+    folder = write_tiny_checkpoint(tmp_path / "t", num_hidden_layers=2, hidden_size=48, vocab_size=40)
+    teacher = Teacher.load(str(folder), taps=(0, 1), device="cpu", dtype="float32")
+    torch.manual_seed(0)
+    head = DSparkHead(teacher, mask_token_id=0, layers=layers, heads=heads, kv_heads=kv_heads)
+    whole = torch.zeros(48, 48)
+    for layer in head.layers:
+        attn = layer.self_attn
+        values = attn.values(torch.eye(48)).repeat_interleave(heads // kv_heads, 1)
+        whole += attn.o_proj(values.flatten(1)).detach().T
+    part = min(1.0, layers * kv_heads * 8 / 48)  # of the features
+    assert whole.diagonal().mean() == pytest.approx(part, abs=0.05)
+    assert (whole - whole.diagonal().diag()).norm() < 0.5 * whole.diagonal().norm()

@@ -111,11 +111,12 @@ class CapturedStep(Step):
                 there.copy_(here, non_blocking=True)
             self.lr.fill_(lr)
             graph.replay()
+            # Read before the update: its graph was captured earlier than most others, in memory that was free then.
+            result = Seen(*(x.clone() for x in seen))
             if self.update is None:
                 self.update = self._capture_update()
             else:
                 self.update.replay()
-            result = Seen(*(x.clone() for x in seen))
         outer.wait_stream(self.stream)
         return result
 

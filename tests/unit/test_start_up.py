@@ -165,6 +165,41 @@ def test_capture_gets_the_budget_and_the_bar(model: str, monkeypatch: pytest.Mon
     assert seen["budget_seconds"] == 5.0 and seen["budget_mib"] == 64.0
 
 
+@pytest.mark.parametrize(("budget", "graphs"), [(30.0, 3), (20.0, 3), (19.0, 2)])
+def test_what_graphs_take_is_not_hidden_by_cached_blocks(
+    monkeypatch: pytest.MonkeyPatch, budget: float, graphs: int
+) -> None:
+    """S27: loading left 500 MiB cached, which the first capture hands back; three graphs take 20 MiB after that."""
+    import slipstream.device.graphs as module
+
+    used, cached = 1000 << 20, 500 << 20
+    taken = iter((12, 8, 0))
+
+    def empty_cache() -> None:
+        nonlocal cached
+        cached = 0
+
+    def capture(self: Any, shape: Any) -> Any:
+        nonlocal used
+        empty_cache()
+        used += next(taken) << 20
+        return None, None
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: used + cached)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(module.FrameGraphs, "_capture", capture)
+    made = object.__new__(module.FrameGraphs)
+    made.shapes = [module.Chunk(rows=r, last=False, stages=module.Stages.GREEDY) for r in (1, 2, 3)]
+    made.graphs = {}
+    if graphs == 3:
+        report = made.capture(budget_mib=budget)
+        assert (report.graphs, report.mib) == (3, 20.0) and len(made.graphs) == 3
+    else:
+        with pytest.raises(ConfigError, match=r"capturing 2 of 3 graphs took 0 s and 20 MiB; .* 19 MiB"):
+            made.capture(budget_mib=budget)
+
+
 @pytest.mark.parametrize(
     ("types", "four_bit", "dtype", "device", "packed", "kept", "says"),
     [

@@ -101,9 +101,10 @@ def _run(options: argparse.Namespace) -> int:
     from slipstream.audit.runtime import watch
     from slipstream.audit.trace import profile
 
-    if options.device == "cuda" and not torch.cuda.is_available():
+    blind = options.device == "cuda" and not torch.cuda.is_available()
+    if blind:
         print(
-            "slipstream audit: no CUDA device here, so only explicit waits can be seen; "
+            "slipstream audit: no CUDA device here, so no wait for it can be seen; "
             "use `slipstream audit prove`, or --device cpu to treat CPU tensors as the device's",
             file=sys.stderr,
         )
@@ -135,7 +136,12 @@ def _run(options: argparse.Namespace) -> int:
         print(f"\ntrace: {options.trace}\n{summary.table()}")
     if code:
         print(f"slipstream audit: the script ended with exit code {code}", file=sys.stderr)
-    return 1 if code else report.exit_code
+    if code or not report.ok:
+        return 1
+    if watched.unseen:
+        names = ", ".join(sorted(watched.unseen))
+        raise AuditError(f"nothing was looked at below --in {names}: no operation, wait or graph launch happened there")
+    return 2 if blind else 0
 
 
 def _print_error(error: Exception, script: Path) -> None:

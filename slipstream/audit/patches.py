@@ -34,6 +34,7 @@ TARGETS: tuple[tuple[str, str], ...] = (
     ("torch.accelerator:synchronize", "sync"),
     ("torch.xpu:synchronize", "sync"),
     ("torch.distributed:barrier", "sync"),
+    ("torch.cuda:CUDAGraph.replay", "graph.replay"),  # no wait: a step may do nothing else, and was looked at
 )
 
 # A patched function may call another one (synchronize -> _cuda_synchronize): only the outer one is reported.

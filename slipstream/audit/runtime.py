@@ -49,6 +49,7 @@ class Recorder:
         self.thread = threading.get_ident()
         self.rules = tuple(rules)
         self.only = frozenset(only)
+        self.unseen = set(only)  # names below which nothing has happened yet
         self.on_finding = on_finding
         self.call_through = call_through
         self.paused = False  # a proof is building its program
@@ -85,6 +86,9 @@ class Recorder:
         """Judge an event; returns the rule that it breaks (allowed or not), or None."""
         if self.paused or self.compiling or self not in active_watchers():
             return None
+        if self.unseen:
+            inside = {site.function for site in user_stack(2)}
+            self.unseen -= {name for name in self.unseen if any(_named(f, frozenset((name,))) for f in inside)}
         found = find_rule(event, self.rules)
         if found is None:
             return None
@@ -238,7 +242,8 @@ class watch:
     device:      the device type that counts as "the device". "cpu" treats reads of host tensors as device reads
                  (for tests without a GPU; the copy rules then do not apply).
     on_finding:  "collect", "warn" (once per place) or "raise" (AuditError at the offending line).
-    only:        names of functions; only what happens below one of them counts ("step", "Engine.step").
+    only:        names of functions; only what happens below one of them counts ("step", "Engine.step"). `unseen`
+                 has those below which no operation, wait or graph launch was seen: about them nothing is known.
     rules:       the table of rules, to add or leave out some.
     also:        blocking functions of other libraries, "module:function" or "module:Class.method".
     recompiles:  report torch.compile and Triton compilations (imports torch._dynamo once).
@@ -276,6 +281,7 @@ class watch:
         }
         self.world = World(torch.device(device).type, is_pinned)
         self.report = Report(name)
+        self.unseen: set[str] = set()
         self._stack: contextlib.ExitStack | None = None
 
     def __enter__(self) -> Report:
@@ -283,6 +289,7 @@ class watch:
             raise AuditError("this watch is already open; make another one")
         o: dict[str, Any] = self._options
         recorder = Recorder(self.report, self.world, rules=o["rules"], only=o["only"], on_finding=o["on_finding"])
+        self.unseen = recorder.unseen
         with contextlib.ExitStack() as stack:
             on_cuda = self.world.device_type == "cuda" and torch.cuda.is_available()
             memory = o["memory"] or (_reserved_bytes if on_cuda else None)

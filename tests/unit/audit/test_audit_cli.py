@@ -6,6 +6,7 @@ import sys
 import types
 
 import pytest
+import torch
 
 from slipstream.audit import Report
 from slipstream.audit.cli import main, register_engine_target
@@ -58,6 +59,39 @@ def test_run_of_a_clean_script_is_0(tmp_path, capsys):
     before = list(sys.path), sys.argv
     assert main(["run", "--device", "cpu", str(path)]) == 0
     assert "no findings" in capsys.readouterr().out and (sys.path, sys.argv) == before
+
+
+STEPS = """
+import torch
+
+class Engine:
+    def step(self):
+        return torch.ones(3).sum()
+
+    def replay(self):
+        torch.cuda.CUDAGraph.replay(None)
+
+Engine().step()
+Engine().replay()
+"""
+
+
+@pytest.mark.parametrize("names", [["step"], ["Engine.step", "replay"], ["stpe"], ["step", "stpe"]])
+def test_a_function_that_never_ran_is_not_clean(names, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda self: None)
+    path = tmp_path / "steps.py"
+    path.write_text(STEPS)
+    code = main(["run", "--device", "cpu", *(word for name in names for word in ("--in", name)), str(path)])
+    said = "nothing was looked at below --in stpe" in capsys.readouterr().err
+    assert (code, said) == ((2, True) if "stpe" in names else (0, False))
+
+
+def test_without_the_device_nothing_is_clean(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    path = tmp_path / "steps.py"
+    path.write_text("import torch\ntorch.ones(3).sum().item()\n")
+    assert main(["run", str(path)]) == 2
+    assert "no CUDA device here" in capsys.readouterr().err
 
 
 def test_script_that_fails_is_not_clean(tmp_path, capsys):

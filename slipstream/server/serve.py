@@ -101,6 +101,8 @@ async def _run(config: ServeConfig, engine: EngineClient, listeners: list[socket
         asyncio.create_task(_end_with_engine(engine, servers)),
         asyncio.create_task(Watchdog(engine, config.watchdog_seconds).run()),
     ]
+    # Tables of measured seconds are long; /server_info has them.
+    logs.info("configuration", **{k: v for k, v in engine.ready.resolved.items() if not k.endswith("_seconds")})
     for note in engine.ready.notes:
         logs.info(note)
     for at in listeners:

@@ -178,6 +178,9 @@ def test_the_server_about_itself(server: RunningServer) -> None:
     assert server.http.get("/version").json() == {"version": __version__}
     info = server.info()
     assert info["resolved"]["draft"] == "StandaloneDrafter" and info["resolved"]["run_ahead"] == 2
+    logged = json.loads(next(line for line in server.log if '"configuration"' in line))
+    assert logged.items() >= {k: v for k, v in info["resolved"].items() if not k.endswith("_seconds")}.items()
+    assert logged["run_ahead"] == 2 and logged["num_drafts"] > 0
     server.post("/v1/completions", prompt=PROMPT, max_tokens=12, **GREEDY)
     page = server.http.get("/metrics").text
     assert "_created" not in page

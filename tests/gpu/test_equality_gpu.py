@@ -19,6 +19,14 @@ from tests.support.reference import planted_oracle
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 CELLS = pairwise({**FACTORS, "shapes": ("buckets", "padded", "default"), "graphs": (True, False)}, seed=11)
+# S14: block drafts at as many streams as broke captured graphs elsewhere.
+CELLS += [
+    {
+        "drafter": drafter, "sampling": "mixed", "batch": 32, "page_size": 16, "prefix": "miss", "chunk": 256,
+        "event": "none", "run_ahead": 2, "shapes": "default", "graphs": True,
+    }
+    for drafter in ("dflash", "dspark")
+]  # fmt: skip
 POISONED = pairwise(
     {
         "drafter": ("none", "ngram", "suffix", "draft-good", "dspark", "eagle3", "mtp"),

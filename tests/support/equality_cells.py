@@ -107,7 +107,7 @@ def run_cell(
     llm = LLM(
         model=str(dirs["target"]), draft=draft, num_drafts=None if draft is None or tree else 3, draft_tree=tree,
         run_ahead=cell["run_ahead"], page_size=page, num_pages=pages, prefill_chunk=cell["chunk"],
-        max_slots=16, max_model_len=longest, **options,
+        max_slots=max(16, batch), max_model_len=longest, **options,
     )  # fmt: skip
     prepare(llm)
     if cell["prefix"] == "hit":

@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="M", help="directory, GGUF file or hub id (default: SmolLM2-135M-Instruct)")
     add("--load-format", choices=("auto", "dummy"), help="dummy: seeded random weights from a config.json")
-    add("--draft", metavar="D", help='"ngram", or a draft: a head for the model, or a model (default: none)')
+    add("--draft", metavar="D", help='"ngram", "suffix", "mtp" or the path of a draft (default: none)')
     add("--num-drafts", type=int, metavar="K", help="drafts per round")
     add("--draft-tree", metavar="TOPK,LEVELS,TOTAL", help=TREE_HELP)
     add("--adaptive", action="store_true", default=None, help="draft only as much as pays, or not")

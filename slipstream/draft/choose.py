@@ -42,6 +42,9 @@ def choose(
     assert p is not None, "a sampled frame has parameters"
     logits_BD = process_logits(logits_BD, p.temperature, p.top_k, p.top_p, p.min_p, None, filtered=view.filtered)
     law_BV = logits_BD.to(real).softmax(1)
+    # No law at all (a row that is not finite) would be none to judge by: such a draft is certain to be the first id.
+    sound_B = law_BV[:, 0].isfinite()
+    law_BV.masked_fill_(~sound_B[:, None], 0.0)[:, 0] += (~sound_B).to(real)
     if id_D is not None:
         law_BV = law_BV.new_zeros(law_BV.shape[0], vocab).index_copy_(1, id_D, law_BV)
     token_B = greedy_B

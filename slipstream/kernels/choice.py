@@ -24,9 +24,10 @@ def draft_choice(
 ) -> Tensor:  # fmt: skip
     """Draft `step` of every slot, int64 [B], as the target's id: the argmax, the seeded choice, or a draw from the law.
 
-    logits_BD: float32, raw, over the target's vocabulary or over the part of it whose ids are id_D [D]. peak,
-    threshold, greedy: of `row_threshold`. q_SKV [S, K, V]: rows [slot, step] of slots judged by rejection get their
-    law at the ids; elsewhere they must be zero already. None promises that there is no such slot. vocab: V.
+    logits_BD: float32, raw, over the target's vocabulary or over the part of it whose ids are id_D [D]; not finite ones
+    are no law, and such a draft is certain to be the first id. peak, threshold, greedy: of `row_threshold`. q_SKV
+    [S, K, V]: rows [slot, step] of slots judged by rejection get their law at the ids; elsewhere they must be zero
+    already. None promises that there is no such slot. vocab: V.
     """
     scaled_BD, _ = scaled_logits(logits_BD, temperature_S[slot_B])
     weight_BD = torch.where(scaled_BD >= threshold_B[:, None], (scaled_BD - peak_B[:, None]).exp(), 0.0)
@@ -41,7 +42,11 @@ def draft_choice(
     noise_BD = noise_from_words(words_B, vocab, torch.float32)
     noise_BD = noise_BD if id_D is None else noise_BD[:, id_D]
     if q_SKV is not None:
-        weight_BD = torch.where(by_coin_B[:, None], weight_BD / weight_BD.sum(1, keepdim=True), weight_BD)
+        sum_B1 = weight_BD.sum(1, keepdim=True)
+        first_D = torch.zeros_like(weight_BD[0])
+        first_D[0] = 1.0
+        law_BD = torch.where(sum_B1 > 0, weight_BD / sum_B1, first_D)
+        weight_BD = torch.where(by_coin_B[:, None], law_BD, weight_BD)
         at_D = torch.arange(vocab, device=slot_B.device) if id_D is None else id_D
         at = (slot_B[:, None], torch.full_like(slot_B, step)[:, None], at_D)
         q_SKV[at] = torch.where(by_coin_B[:, None], weight_BD.to(q_SKV.dtype), q_SKV[at])

@@ -127,3 +127,29 @@ def test_in_the_middle_of_an_answer(
             assert out.token_ids == whole[: len(out.token_ids)]
         assert llm.stats()["counters"]["finished_error"] == 1
         llm.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("draft", "options"),
+    [
+        ("draft-good", {}), ("eagle3", {}), ("eagle3", {"verifier": "block"}), ("eagle3-tree", {}), ("dspark", {}),
+        ("dflash", {"verifier": "block"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_draft_that_is_not_finite_changes_no_token(
+    dirs: dict[str, Path], draft: str, options: dict[str, Any]
+) -> None:
+    """Not only greedy and seeded: what is drawn is judged by the draft's law, and NaN is none."""
+    kinds = [SAMPLING["greedy"], SAMPLING["seeded"], {"temperature": 0.9, "top_k": 1}, {"temperature": 0.9}]
+    params = [SamplingParams(max_tokens=30, ignore_eos=True, **kind) for kind in kinds]
+    with build(dirs, draft, **options) as llm:
+        drafter = llm._built.device.frame.drafter
+        model = drafter.model  # type: ignore[union-attr]
+        with torch.inference_mode():
+            getattr(model, "blocks", model.__dict__.get("layers"))[0].down.weight_NK.fill_(float("nan"))
+        outs = [o.outputs[0].token_ids for o in llm.generate([PROMPTS[0]] * 4, params)]
+        llm.check_idle()
+    with build(dirs, None) as llm:
+        want = [o.outputs[0].token_ids for o in llm.generate([PROMPTS[0]] * 3, params[:3])]
+    assert outs[:3] == want and want[2] == want[0] and len(set(outs[3])) > 10

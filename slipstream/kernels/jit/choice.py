@@ -53,7 +53,9 @@ def choice_kernel(
         weight = tl.where(x >= tl.load(threshold_ptr + row), exp(x - tl.load(peak_ptr + row)), 0.0)
         if DENSE:
             if mode == _REJECTION:
-                weight = tl.div_rn(weight, sum_of_tiles(sum_ptr, row, R, tiles, TB))
+                total = sum_of_tiles(sum_ptr, row, R, tiles, TB)
+                law = tl.div_rn(weight, tl.where(total > 0, total, 1.0))
+                weight = tl.where(total > 0, law, tl.where(i == 0, 1.0, 0.0))
                 tl.store(q_ptr + (slot * K + step) * V + token, weight.to(q_ptr.dtype.element_ty), mask=ok)
         store_best(
             tl.where(ok, tl.div_rn(weight, exponential(word, token)), -1.0), i, tile * R + row, best_ptr, where_ptr

@@ -168,6 +168,8 @@ def test_draft_choice(part: bool, dense: bool) -> None:
     if not dense:  # a promise that nobody is judged by rejection
         s.mode.clamp_(max=1)
     logits = torch.randn(slot.shape[0], 700 if part else vocab) * 3
+    s.mode[slot[0]] = 2 if dense else 1
+    logits[0] = torch.nan
     q = case.q if dense else None
     never = torch.full_like(slot, 1 << 40)
     peak, threshold, greedy = ops_sample.row_threshold(

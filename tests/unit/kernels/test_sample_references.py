@@ -69,6 +69,7 @@ def test_draft_choice_is_choose(part: bool, filtered: bool) -> None:
         slot, q = case.slot, case.q
         assert q is not None
         logits = torch.randn(slot.shape[0], 77 if part else vocab) * 3
+        logits[slot == 1] = (torch.nan, torch.inf, -torch.inf)[seed % 3]  # no law: certain to be the first id
         before = q.zero_().clone() if part else q.clone()
         for step in (0, 2):
             want, law = choose(

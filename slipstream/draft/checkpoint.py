@@ -32,7 +32,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint on the CPU, in their own types.
 
     `model.safetensors` or its shards, else `pytorch_model.bin` or its shards; those are read with weights_only, which
-    runs no code. Raises ModelLoadError that names the file.
+    runs no code. Raises ModelLoadError that names the file, or a tensor with values that are not finite.
     """
     tensors: dict[str, Tensor] = {}
     safe = _files(folder, _SAFE, _SAFE_INDEX)
@@ -41,7 +41,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             for name in f.keys():  # noqa: SIM118 - not a dict
                 tensors[name] = f.get_tensor(name)
     if safe:
-        return tensors
+        return _finite(tensors, folder)
     for path in _files(folder, _BIN, _BIN_INDEX):
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -52,6 +52,17 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         tensors.update(loaded)
     if not tensors:
         raise ModelLoadError(f"{folder} has neither {_SAFE} nor {_BIN}")
+    return _finite(tensors, folder)
+
+
+def _finite(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """The tensors, if all values are finite. A verifier would hide a draft that is not: it only costs time."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not tensor.numel():
+            continue
+        low, high = (tensor.float() if tensor.element_size() == 1 else tensor).aminmax()
+        if not (low.isfinite() and high.isfinite()):
+            raise ModelLoadError(f"tensor {name!r} in {folder} has values that are not finite (NaN or infinity)")
     return tensors
 
 

@@ -213,6 +213,8 @@ def load(folder: Path, values: dict[str, Any], **sizes: int) -> Eagle3Model:
         (lambda t: t.update({"fc.weight": torch.zeros(H, 3 * H)}), r"'fc.weight' has shape \[32, 96\].*\[32, 64\]"),
         (lambda t: t.update(d2t=t["d2t"] + 40), "'d2t' leads to ids"),
         (lambda t: t.update(d2t=-torch.arange(20)), "the same id twice"),
+        (lambda t: t["fc.weight"][3, 5:6].fill_(float("nan")), "tensor 'fc.weight' in .* not finite"),
+        (lambda t: t["norm.weight"][:1].fill_(float("-inf")), "tensor 'norm.weight' in .* not finite"),
         (lambda t: t.update(t2d=~t["t2d"]), "'d2t' and 't2d' name different ids"),
         (lambda t: t.update(d2t=torch.zeros(9, dtype=torch.int64)), r"'d2t' names \[9\] ids"),
         (lambda t: t.update({"midlayer.hidden_norm.weight": torch.ones(H)}), "'layers.0.hidden_norm.weight' twice"),

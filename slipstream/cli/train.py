@@ -61,8 +61,10 @@ def parser(kind: str) -> Parser:
     add("--seed", type=int, default=0)
     data = parser.add_argument_group("data")
     data.add_argument("--prompts", metavar="FILE", help="user turns; without it the model writes its own")
-    data.add_argument("--conversations", type=int, default=20_000, metavar="N")
-    data.add_argument("--max-len", type=int, default=1024, metavar="N", help="tokens of prompt and answer")
+    data.add_argument("--conversations", type=int, default=20_000, metavar="N", help="default: 20000")
+    data.add_argument(
+        "--max-len", type=int, default=1024, metavar="N", help="tokens of prompt and answer (default: 1024)"
+    )
     data.add_argument("--slots", type=int, metavar="N", help="answers generated side by side")
     if kind == "corpus":
         data.add_argument(
@@ -76,8 +78,8 @@ def parser(kind: str) -> Parser:
     data.add_argument("--held-out", type=int, default=128, metavar="N", help="sequences kept for calibration")
     data.add_argument("--corpus", nargs="+", metavar="FILE", help="use these corpora instead of generating one")
     run = parser.add_argument_group("training")
-    run.add_argument("--steps", type=int, default=1200, metavar="N")
-    run.add_argument("--batch", type=int, default=64, metavar="N", help="sequences per step")
+    run.add_argument("--steps", type=int, default=1200, metavar="N", help="default: 1200")
+    run.add_argument("--batch", type=int, default=64, metavar="N", help="sequences per step (default: 64)")
     run.add_argument("--lr", type=float, default=1e-3)
     run.add_argument("--checkpoint-every", type=int, default=200, metavar="N")
     run.add_argument(
@@ -239,6 +241,11 @@ def _corpus(args: Any, out: Path, device: str) -> Corpus:
     def say(what: str, done: int, total: int) -> None:
         print(f"{what}: {done}/{total} after {time.perf_counter() - began:.0f} s", file=sys.stderr)
 
+    print(
+        f"the model writes {args.conversations} conversations of up to {args.max_len} tokens, {slots} at a time; "
+        "--conversations and --max-len ask for less",
+        file=sys.stderr,
+    )
     options: dict[str, Any] = {"num_pages": slots * (args.max_len // 32 + 2)}
     if device == "cuda":
         options["slot_buckets"] = (32, slots) if slots > 32 else (slots,)

@@ -16,7 +16,7 @@ from slipstream.train.corpus import Corpus, loops
 from slipstream.types import SamplingParams
 
 _MARK = "\u241f"  # stands for the user's text while the template's header is found
-_BATCH = 4096  # answers asked for at once
+_ROUNDS = 16  # answers asked for at once, in slots of the engine: between them there is a word of progress
 _CHARS = 4  # of a token of English, about
 Progress = Callable[[str, int, int], None]
 
@@ -108,21 +108,28 @@ def make_prompts(llm: LLM, count: int, recipe: Recipe, progress: Progress | None
     starts = [header + (llm.tokenizer.encode(o, add_special_tokens=False) if o else []) for o in OPENERS]
     seen: dict[str, None] = {}
     round_, size = 0, max(64, count + count // 4)
+    batch, longest = _ROUNDS * llm.resolved["max_slots"], max(map(len, starts))
     while len(seen) < count:
         params = [
             SamplingParams(
-                temperature=1.0, top_p=recipe.top_p, max_tokens=recipe.max_prompt, seed=recipe.seed * 7919 + round_ + i
+                temperature=1.0,
+                top_p=recipe.top_p,
+                max_tokens=max(1, min(recipe.max_prompt, recipe.max_len - longest)),
+                seed=recipe.seed * 7919 + round_ + i,
             )
             for i in range(size)
         ]
         before, turns = len(seen), [(round_ + i) % len(OPENERS) for i in range(size)]
-        for turn, out in zip(turns, llm.generate([starts[t] for t in turns], params, use_tqdm=False), strict=True):
-            text = (OPENERS[turn] + out.outputs[0].text).strip()
-            if len(text) >= 8 and out.outputs[0].finish_reason == "stop" and not loops(out.outputs[0].token_ids):
-                seen.setdefault(text)
+        for at in range(0, size, batch):
+            some = turns[at : at + batch]
+            outs = llm.generate([starts[t] for t in some], params[at : at + batch], use_tqdm=False)
+            for turn, out in zip(some, outs, strict=True):
+                text = (OPENERS[turn] + out.outputs[0].text).strip()
+                if len(text) >= 8 and out.outputs[0].finish_reason == "stop" and not loops(out.outputs[0].token_ids):
+                    seen.setdefault(text)
+            if progress is not None:
+                progress("prompts", min(len(seen), count), count)
         round_ += size
-        if progress is not None:
-            progress("prompts", min(len(seen), count), count)
         if len(seen) - before < size // 100:
             raise ConfigError(
                 f"the model wrote only {len(seen)} different prompts in {round_} tries; give --prompts FILE"
@@ -155,7 +162,7 @@ def answer(
                 seed=recipe.seed * 104_729 + offset + i,
             )
         )
-    made, batch = [], _BATCH
+    made, batch = [], _ROUNDS * llm.resolved["max_slots"]
     for at in range(0, len(asked), batch):
         if until is not None and time.monotonic() > until:
             break

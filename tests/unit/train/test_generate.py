@@ -23,6 +23,7 @@ class ScriptedLLM:
     def __init__(self) -> None:
         self.tokenizer = SimpleNamespace(apply_chat_template=self._template, encode=self._encode)
         self.asked: list[Any] = []
+        self.resolved = {"max_slots": 20}
 
     @staticmethod
     def _template(messages: list[dict[str, str]], **_: Any) -> str:
@@ -72,7 +73,7 @@ def test_a_time_limit_ends_generation_between_batches(monkeypatch: pytest.Monkey
 
     llm.generate = generate
     monkeypatch.setattr("slipstream.train.generate.time.monotonic", lambda: clock[0])
-    monkeypatch.setattr("slipstream.train.generate._BATCH", 20)
+    monkeypatch.setattr("slipstream.train.generate._ROUNDS", 1)
     prompts = [f"prompt {i}" for i in range(1000)]
     recipe = Recipe(conversations=1000, max_len=400, follow_ups=0.3, seconds=100.0)
     generate_corpus(llm, recipe, prompts=prompts)
@@ -81,6 +82,17 @@ def test_a_time_limit_ends_generation_between_batches(monkeypatch: pytest.Monkey
         Recipe(seconds=0)
     with pytest.raises(ConfigError, match="different prompts"):
         make_prompts(llm, 600, Recipe(conversations=600))
+
+
+def test_prompts_fit_a_short_context_and_progress_is_told_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slipstream.train.generate._ROUNDS", 1)
+    llm: Any = ScriptedLLM()
+    longest = len(user_header(llm)) + max(map(len, OPENERS))
+    told: list[tuple[str, int, int]] = []
+    prompts = make_prompts(llm, 60, Recipe(max_len=longest + 9), lambda *at: told.append(at))
+    assert {p.max_tokens for p in llm.asked} == {9} and len(prompts) == 60
+    assert len(told) >= 4 and told[-1] == ("prompts", 60, 60)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 
 
 def test_prompt_files(tmp_path: Path) -> None:

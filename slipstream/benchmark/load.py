@@ -193,6 +193,8 @@ def look_up(url: str, key: str | None) -> str:
         answer = httpx.get(f"{url}/v1/models", headers=headers, timeout=30.0, trust_env=False)
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
+    except httpx.ConnectError as error:
+        raise ConfigError(f"--url {url!r}: no server answers there: {error}") from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"--url {url!r}: /v1/models does not answer as OpenAI's does: {error}") from None
 

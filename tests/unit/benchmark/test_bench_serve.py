@@ -220,7 +220,7 @@ def test_synthetic_prompts_follow_the_seed(script: Script, capsys: pytest.Captur
         (["--rate", "1", "--extra", "{"], "--extra is not valid JSON"),
         (["--rate", "1", "--extra", "[]"], "--extra must be a JSON object"),
         (["--rate", "1", "--plot", "/nowhere/x.png"], "its folder does not exist"),
-        (["--rate", "1", "--url", "http://127.0.0.1:9"], "does not answer"),
+        (["--rate", "1", "--url", "http://127.0.0.1:9"], "no server answers there"),
     ],
 )
 def test_bad_options_are_one_line(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

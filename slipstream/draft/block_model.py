@@ -16,6 +16,7 @@ from torch import Tensor
 
 from slipstream.attention.protocol import AttentionContext
 from slipstream.draft.block_config import BlockConfig
+from slipstream.draft.checkpoint import PartOf
 from slipstream.errors import ModelLoadError
 from slipstream.models.dummy import DummyTensors
 from slipstream.models.layers import swiglu
@@ -240,11 +241,11 @@ def load_block_model(folder: Path, config: BlockConfig, target: Any, *, dummy_se
     """The checkpoint in `folder`, in the target's dtype and on its device.
 
     dummy_seed: random weights of the config's shapes instead, for benchmarks. Raises ModelLoadError that names a tensor
-    which is missing, extra or of another shape.
+    which is missing, extra, of another shape or not finite.
     """
     source: WeightSource
     if dummy_seed is None:
-        source = SafetensorsWeights(folder)
+        source = PartOf(SafetensorsWeights(folder))
     else:
         shapes = block_shapes(config, target.config.hidden_size)
         source = DummyTensors(shapes, seed=dummy_seed, device=target.device)

@@ -41,7 +41,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             for name in f.keys():  # noqa: SIM118 - not a dict
                 tensors[name] = f.get_tensor(name)
     if safe:
-        return _finite(tensors, folder)
+        return {name: check_finite(name, tensor) for name, tensor in tensors.items()}
     for path in _files(folder, _BIN, _BIN_INDEX):
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -52,18 +52,16 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         tensors.update(loaded)
     if not tensors:
         raise ModelLoadError(f"{folder} has neither {_SAFE} nor {_BIN}")
-    return _finite(tensors, folder)
+    return {name: check_finite(name, tensor) for name, tensor in tensors.items()}
 
 
-def _finite(tensors: dict[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """The tensors, if all values are finite. A verifier would hide a draft that is not: it only costs time."""
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not tensor.numel():
-            continue
+def check_finite(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, if all its values are finite. A verifier would hide a draft that is not: it only costs time."""
+    if tensor.is_floating_point() and tensor.numel():
         low, high = (tensor.float() if tensor.element_size() == 1 else tensor).aminmax()
         if not (low.isfinite() and high.isfinite()):
-            raise ModelLoadError(f"tensor {name!r} in {folder} has values that are not finite (NaN or infinity)")
-    return tensors
+            raise ModelLoadError(f"tensor {name!r} of the draft has values that are not finite (NaN or infinity)")
+    return tensor
 
 
 def _files(folder: Path, single: str, index: str) -> list[Path]:
@@ -90,9 +88,9 @@ def _open(path: Path):  # type: ignore[no-untyped-def]
 
 
 class PartOf:
-    """The tensors of another source whose names are wanted."""
+    """The tensors of another source whose names are wanted. Those with values that are not finite raise."""
 
-    def __init__(self, source: WeightSource, wanted: Callable[[str], bool]) -> None:
+    def __init__(self, source: WeightSource, wanted: Callable[[str], bool] = lambda name: True) -> None:
         self.source = source
         self._names = {name for name in source.names() if wanted(name)}
 
@@ -103,7 +101,7 @@ class PartOf:
         return self.source.shape(name)
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        return self.source.read(name, start, stop)
+        return check_finite(name, self.source.read(name, start, stop))
 
     def packed_kind(self, name: str) -> Literal["int4", "int8"] | None:
         return self.source.packed_kind(name)

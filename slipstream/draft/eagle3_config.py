@@ -46,12 +46,13 @@ def parse_eagle3(values: Mapping[str, Any], target: ModelConfig) -> Eagle3Config
         raise ConfigError(
             f"the EAGLE-3 head was made for vocab_size={layers.vocab_size}; the model has {target.vocab_size}"
         )
-    target_hidden = values.get("target_hidden_size") or layers.hidden_size
+    # null is as good as no key: writers leave it so.
+    target_hidden = _either(values.get("target_hidden_size"), layers.hidden_size)
     if target_hidden != target.hidden_size:
-        key = "target_hidden_size" if values.get("target_hidden_size") else "hidden_size"
+        key = "target_hidden_size" if values.get("target_hidden_size") is not None else "hidden_size"
         raise ConfigError(f"the EAGLE-3 head was made for {key}={target_hidden}; the model has {target.hidden_size}")
-    draft_vocab = values.get("draft_vocab_size") or values.get("truncated_vocab_size") or layers.vocab_size
-    if not isinstance(draft_vocab, int) or not 1 <= draft_vocab <= layers.vocab_size:
+    draft_vocab = _either(values.get("draft_vocab_size"), values.get("truncated_vocab_size"), layers.vocab_size)
+    if type(draft_vocab) is not int or not 1 <= draft_vocab <= layers.vocab_size:
         raise ModelLoadError(f"draft_vocab_size={draft_vocab!r} must be from 1 to vocab_size={layers.vocab_size}")
     return Eagle3Config(
         layers=layers,
@@ -62,6 +63,11 @@ def parse_eagle3(values: Mapping[str, Any], target: ModelConfig) -> Eagle3Config
         # SpecForge writes the same key for the norm before the head, which every head has.
         feeds_norm=speculators and _flag(values, "norm_output"),
     )
+
+
+def _either(*values: Any) -> Any:
+    """The first that is not None."""
+    return next(value for value in values if value is not None)
 
 
 def _flag(values: Mapping[str, Any], key: str) -> bool:

@@ -193,8 +193,8 @@ class MTPModel:
 def load_mtp(folder: Path, values: Mapping[str, Any], target: Any, *, seed: int | None = None) -> MTPModel:
     """The head in `folder`: the target's own checkpoint, or one that holds nothing else. values: its config.json.
 
-    seed: random weights with it instead. Raises ModelLoadError that names a missing, extra or misshapen tensor, or the
-    folder where it has no head; UnsupportedError for layouts that are known but not built.
+    seed: random weights with it instead. Raises ModelLoadError that names a missing, extra or misshapen tensor, one
+    that is not finite, or the folder where it has no head; UnsupportedError for layouts that are known but not built.
     """
     config = parse_mtp(values, target.config)
     with torch.inference_mode():

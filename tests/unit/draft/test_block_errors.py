@@ -66,6 +66,12 @@ def test_missing_extra_and_misshapen_tensors(tmp_path: Path, target: Path, kind:
         save_file(case, folder / "model.safetensors")
         with pytest.raises(ModelLoadError, match=name):
             LLM(model=str(target), draft=str(folder), max_model_len=64)
+    save_file(
+        {**tensors, name: tensors[name].clone().index_fill_(0, torch.tensor(3), torch.inf)},
+        folder / "model.safetensors",
+    )
+    with pytest.raises(ModelLoadError, match=f"{name}.*not finite"):
+        LLM(model=str(target), draft=str(folder), max_model_len=64)
     save_file({**tensors, "layers.2.mlp.up_proj.weight": torch.zeros(2)}, folder / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"layers.2.mlp.up_proj.weight"):
         LLM(model=str(target), draft=str(folder), max_model_len=64)

@@ -213,8 +213,8 @@ def load(folder: Path, values: dict[str, Any], **sizes: int) -> Eagle3Model:
         (lambda t: t.update({"fc.weight": torch.zeros(H, 3 * H)}), r"'fc.weight' has shape \[32, 96\].*\[32, 64\]"),
         (lambda t: t.update(d2t=t["d2t"] + 40), "'d2t' leads to ids"),
         (lambda t: t.update(d2t=-torch.arange(20)), "the same id twice"),
-        (lambda t: t["fc.weight"][3, 5:6].fill_(float("nan")), "tensor 'fc.weight' in .* not finite"),
-        (lambda t: t["norm.weight"][:1].fill_(float("-inf")), "tensor 'norm.weight' in .* not finite"),
+        (lambda t: t["fc.weight"][3, 5:6].fill_(float("nan")), "tensor 'fc.weight' of the draft .*not finite"),
+        (lambda t: t["norm.weight"][:1].fill_(float("-inf")), "tensor 'norm.weight' of the draft .*not finite"),
         (lambda t: t.update(t2d=~t["t2d"]), "'d2t' and 't2d' name different ids"),
         (lambda t: t.update(d2t=torch.zeros(9, dtype=torch.int64)), r"'d2t' names \[9\] ids"),
         (lambda t: t.update({"midlayer.hidden_norm.weight": torch.ones(H)}), "'layers.0.hidden_norm.weight' twice"),
@@ -259,6 +259,13 @@ def test_flags_that_are_neither_true_nor_false(tmp_path: Path, key: str, value: 
     with pytest.raises(ModelLoadError, match=rf"{key}=.* must be true or false"):
         parse_eagle3({**values, key: value}, target.config)
     assert not parse_eagle3({**values, key: None}, target.config).feeds_norm
+
+
+@pytest.mark.parametrize("value", [0, True, 49, 20.0, "20"])
+def test_sizes_of_a_draft_vocabulary_that_are_none(tmp_path: Path, value: Any) -> None:
+    values = write(tmp_path, head_tensors(hidden=H, vocab=V, draft_vocab=20))
+    with pytest.raises(ModelLoadError, match=f"draft_vocab_size={value!r} must be from 1 to vocab_size=48"):
+        load(tmp_path, {**values, "draft_vocab_size": value})
 
 
 def test_layer_ids_of_every_convention() -> None:

@@ -304,6 +304,7 @@ def drop(name: str) -> Callable[[dict[str, Tensor]], object]:
             lambda t: t.update({"mtp.layers.0.mlp.gate.weight": torch.zeros(4, 32)}), UnsupportedError,
             "mixture of experts, and the model's layers are not",
         ),
+        (lambda t: t["mtp.fc.weight"][1, 2:3].fill_(torch.nan), ModelLoadError, "'mtp.fc.weight' .* not finite"),
         (lambda t: t.update({"mtp.0.e_proj.weight": torch.zeros(1)}), UnsupportedError, "DeepSeek-V4"),
     ],
 )  # fmt: skip

@@ -78,7 +78,7 @@ def test_temperatures(tmp_path: Path) -> None:
     assert load_temperatures([2.0], 1) == [2.0]
     for source, words in (
         (path, "has 2 values; the draft has 3"), ([1.0, 0.0, 1.0], "value 1 is 0.0"),
-        ([1.0, float("nan"), 1.0], "value 1 is nan"), (3.0, "must be a list"),
+        ([1.0, float("nan"), 1.0], "value 1 is nan"), ([1.0, -2.0, 1.0], "value 1 is -2.0"), (3.0, "must be a list"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             load_temperatures(source, 3)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 KINDS = ("eagle3", "dspark", "corpus")
 _LEAST = {
     "conversations": 1, "max_len": 32, "slots": 1, "held_out": 1, "draft_vocab": 1, "unroll": 1, "block_size": 1,
-    "layers": 1, "intermediate_size": 1, "markov_rank": 1, "anchors": 1, "mask_token_id": 0, "heads": 1, "kv_heads": 1,
+    "layers": 1, "intermediate_size": 1, "markov_rank": 1, "anchors": 1, "mask_token_id": 0,
 }  # fmt: skip
 """Smallest values of the options."""
 

@@ -39,9 +39,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     for path in safe:
         with _open(path) as f:
             for name in f.keys():  # noqa: SIM118 - not a dict
-                tensors[name] = f.get_tensor(name)
+                tensors[name] = check_finite(name, f.get_tensor(name))
     if safe:
-        return {name: check_finite(name, tensor) for name, tensor in tensors.items()}
+        return tensors
     for path in _files(folder, _BIN, _BIN_INDEX):
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True)
@@ -49,10 +49,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             raise ModelLoadError(f"{path} is not a readable file of weights: {str(e).splitlines()[0]}") from None
         if not isinstance(loaded, dict) or not all(isinstance(t, Tensor) for t in loaded.values()):
             raise ModelLoadError(f"{path} does not hold a table of tensors")
-        tensors.update(loaded)
+        tensors.update((name, check_finite(name, tensor)) for name, tensor in loaded.items())
     if not tensors:
         raise ModelLoadError(f"{folder} has neither {_SAFE} nor {_BIN}")
-    return {name: check_finite(name, tensor) for name, tensor in tensors.items()}
+    return tensors
 
 
 def check_finite(name: str, tensor: Tensor) -> Tensor:
